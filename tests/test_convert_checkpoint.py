@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from shardkit.checkpoint import convert, dcp, state
 from shardkit.cli.main import run
 from shardkit.errors import EXIT_CHECKPOINT, CheckpointCorrupted, CheckpointError
+from shardkit.model.prepared import Prepared
 from tests.checkpoints import Counter, build, digest_of, dropout_off, load, train
 
 
@@ -169,7 +171,7 @@ def test_a_checkpoint_of_accelerate_itself_goes_on(ranks, tmp_path, capsys, monk
     monkeypatch.chdir(tmp_path)
     arguments = ["checkpoint", "convert", str(source), "-o", str(tmp_path / "checkpoints")]
     assert run(arguments) == EXIT_CHECKPOINT
-    text = "its optimizer numbers its parameters; give their names with --model, or skip the optimizer with"
+    text = "optimizer 0 numbers its parameters; give their names with --model, or skip the optimizer with"
     assert text in capsys.readouterr().err
     assert run([*arguments, "--model", "given:build"]) == 0, capsys.readouterr().err
     said = capsys.readouterr()
@@ -260,8 +262,9 @@ def save_alone(value, folder):
         torch_dcp.save(value, checkpoint_id=folder, no_dist=True)
 
 
-def parameters_of(model):
-    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+def only(model):
+    """What `--model` gives for a function that returns the model alone."""
+    return Prepared([{name: parameter.requires_grad for name, parameter in model.named_parameters()}], [])
 
 
 def resumed(path, model, optimizer):
@@ -303,20 +306,115 @@ def test_an_optimizer_may_have_numbers_and_frozen_parameters(tmp_path, kind, mem
     else:
         both = {"model": model.state_dict(), "optimizer": saved}
         save_alone(both, tmp_path / "source")
-    done = convert.convert(tmp_path / "source", tmp_path / "out", parameters=parameters_of(model))
+    done = convert.convert(tmp_path / "source", tmp_path / "out", prepared=only(model))
     expected, found = resumed(done.path, model, optimizer)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     with pytest.raises(CheckpointError, match=r"count differs \(\d in the optimizer, 1 in --model, 1 of them"):
-        convert.convert(tmp_path / "source", tmp_path / "more", parameters={"weight": True})
+        convert.convert(tmp_path / "source", tmp_path / "more", prepared=Prepared([{"weight": True}], []))
+
+
+TWO = """
+import torch
+
+def generator():
+    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 2))
+
+def both():
+    first, second = generator(), generator()
+    decayed = [p for p in second.parameters() if p.dim() > 1]
+    others = [p for p in second.parameters() if p.dim() == 1]
+    groups = [{"params": others, "weight_decay": 0.0}, {"params": decayed}]
+    return first, second, torch.optim.AdamW(first.parameters(), lr=0.01), torch.optim.AdamW(groups, lr=0.02)
+
+def one_optimizer():
+    return both()[:3]
+
+def strangers():
+    first, second, *optimizers = both()
+    return first, *optimizers
+"""
+
+
+REFUSED_FUNCTIONS = {
+    "generator": "there are 2 models; let the function of --model return the models and optimizers that the run",
+    "one_optimizer": "(4 + 2 parameters in the checkpoint, no optimizer of that number in that of --model)",
+    "strangers": "an optimizer of 6 parameters that no model it returns has); check both names, and",
+}
+
+
+def two_models():
+    """Two models with the same names and shapes, each with its optimizer; all trained for one step."""
+    given: dict[str, Any] = {}
+    exec(TWO, given)
+    torch.manual_seed(0)
+    return given["both"]()
+
+
+def step_both(first, second, *optimizers):
+    for number, model in enumerate((first, second)):
+        (model(torch.ones(3, 4)).square().mean() * (number + 1)).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"first": first.state_dict(), "second": second.state_dict()}
+
+
+@pytest.mark.parametrize("kind", ["numbers", "names"])
+def test_several_models_and_optimizers_go_on(tmp_path, monkeypatch, capsys, kind):
+    *models, _, _ = parts = two_models()
+    optimizers = parts[2:]
+    step_both(*parts)
+    source = tmp_path / "source"
+    source.mkdir()
+    for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        tail = f"_{number}" if number else ""
+        if kind == "numbers":  # Accelerate under DDP
+            torch.save(model.state_dict(), source / f"pytorch_model{tail}.bin")
+            torch.save(optimizer.state_dict(), source / f"optimizer{tail}.bin")
+        else:
+            save_alone({"model": get_model_state_dict(model)}, source / f"pytorch_model_fsdp_{number}")
+            save_alone({"optimizer": get_optimizer_state_dict(model, optimizer)}, source / f"optimizer_{number}")
+    (tmp_path / "given.py").write_text(TWO)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["checkpoint", "convert", str(source), "-o", str(tmp_path / "out"), "--step", "1"]
+    if kind == "numbers":
+        for name, words in REFUSED_FUNCTIONS.items():
+            assert run([*arguments, "--model", f"given:{name}"]) != 0
+            assert words in capsys.readouterr().err
+    assert run([*arguments, *(["--model", "given:both"] if kind == "numbers" else [])]) == 0, capsys.readouterr().err
+    others = two_models()
+    step_both(*others)
+    step_both(*others)
+    load(state.Live([*others[:2]], [*others[2:]], {}, {}, seed=0), tmp_path / "out/step-00000001", strict=False)
+    torch.testing.assert_close(step_both(*others), step_both(*parts), rtol=0, atol=0)
+
+
+def test_param_groups_need_the_optimizer(tmp_path, monkeypatch, capsys):
+    _, second, _, optimizer = two_models()
+    second(torch.ones(3, 4)).square().mean().backward()
+    optimizer.step()
+    (tmp_path / "source").mkdir()
+    torch.save(second.state_dict(), tmp_path / "source/pytorch_model.bin")
+    torch.save(optimizer.state_dict(), tmp_path / "source/optimizer.bin")
+    (tmp_path / "given.py").write_text(TWO + "\ndef second():\n    return both()[1], both()[3]\n")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["checkpoint", "convert", str(tmp_path / "source"), "-o", str(tmp_path / "out"), "--model"]
+    for name, words in {
+        "generator": "there are 2 param groups; let the function",
+        "second": "parameters that no",
+    }.items():
+        assert run([*arguments, f"given:{name}"]) != 0
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_of_other_shapes_is_refused(tmp_path):
     model, optimizer = one_step()
     both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     save_alone(both, tmp_path / "source")
-    backwards = dict(reversed(parameters_of(model).items()))
+    backwards = Prepared([dict(reversed(only(model).models[0].items()))], [])
     with pytest.raises(CheckpointError, match=r"--model does not match: 2.bias has shape \[2\], its exp_avg \[5, 4\]"):
-        convert.convert(tmp_path / "source", tmp_path / "out", parameters=backwards)
+        convert.convert(tmp_path / "source", tmp_path / "out", prepared=backwards)
 
 
 def test_what_is_left_out_is_not_opened(tmp_path, capsys):

@@ -9,7 +9,7 @@ weights-only unpickler, or refused. The notes list what the source does not cont
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +17,25 @@ from typing import Any
 
 import torch
 
-from shardkit.checkpoint import dcp, folder, foreign_files, locate, manifest, optimizers, tensors, values, write
+from shardkit.checkpoint import (
+    dcp,
+    folder,
+    foreign_files,
+    foreign_optimizers,
+    locate,
+    manifest,
+    optimizers,
+    tensors,
+    values,
+    write,
+)
 from shardkit.checkpoint.dcp import LazyTensor
 from shardkit.checkpoint.layout import Index, Mesh, TensorEntry, section_name
 from shardkit.checkpoint.save_request import SaveRequest
 from shardkit.checkpoint.state import Captured
 from shardkit.distributed import control, random_state
 from shardkit.errors import CheckpointCorrupted, CheckpointError, ShardkitError
+from shardkit.model.prepared import Prepared
 from shardkit.wording import first_few
 
 RUN_ID = "converted"
@@ -63,19 +75,22 @@ def convert(
     source: Path,
     root: Path,
     step: int | None = None,
-    parameters: Mapping[str, bool] | None = None,
+    prepared: Prepared | None = None,
     weights_only: bool = False,
 ) -> Converted:
     """Write a step folder below `root` with the state in `source`. Raises CheckpointError if it cannot be read.
 
-    Without `step`, the optimizer's step is used. `parameters` maps the model's parameter names, in order, to whether
-    each is trained. It is needed only if the optimizer numbers its parameters, as after DDP.
+    Without `step`, the optimizer's step is used. `prepared` is needed only if an optimizer numbers its parameters, as
+    after DDP.
     """
     with _in_expected_form(source):
         found = _find(source, weights_only)
-        named = [_by_name(state, found.models[0], parameters, source) for state in found.optimizers]
+        named = [
+            foreign_optimizers.by_name(state, number, found.models, prepared, source)
+            for number, state in enumerate(found.optimizers)
+        ]
         if step is None:
-            step = _step(named)
+            step = foreign_optimizers.steps_made(named)
             if not step:
                 found.notes.append("its step is unknown; saved as step 0: set it with --step")
         captured = _captured(found, named, step, source)
@@ -87,9 +102,9 @@ def convert(
         raise CheckpointError(f"convert: {final}: exists already, and checkpoints are not overwritten; {advice}.")
     request = SaveRequest(final=final, step=step, run_id=RUN_ID, in_series=True)
     alone = control.ControlGroup()
-    prepared = write.ready(lambda: captured, request, alone)
-    assert prepared is not None, "unless_equal is not set"
-    write.finish(prepared, alone)
+    save = write.ready(lambda: captured, request, alone)
+    assert save is not None, "unless_equal is not set"
+    write.finish(save, alone)
     return Converted(final, step, len(found.models), len(named), found.notes)
 
 
@@ -123,7 +138,9 @@ def _find(source: Path, weights_only: bool) -> _Found:
     elif weights_only:
         found = _Found(_models(source), [], {}, [_NO_POSITION])
     else:
-        found = _Found(_models(source), _optimizers(source), _objects(source), [_NO_POSITION, *_left_out(source)])
+        found = _Found(
+            _models(source), foreign_optimizers.saved_in(source), _objects(source), [_NO_POSITION, *_left_out(source)]
+        )
     if not found.models:
         if _is_own(source):
             raise CheckpointError(f"convert: {source}: is shardkit's own; load it with resume() or load_state().")
@@ -145,7 +162,7 @@ def _bare(source: Path, weights_only: bool) -> _Found:
     left = sorted(str(key) for key in inner if key not in ("model", "optimizer", "optim"))
     return _Found(
         models=[_only_tensors(dcp.loaded(inner["model"]), source)],
-        optimizers=[_plain_optimizer(dcp.loaded(optimizer), source)] if optimizer else [],
+        optimizers=[foreign_optimizers.in_parts(dcp.loaded(optimizer), source)] if optimizer else [],
         objects={},
         notes=[f"not converted: {', '.join(left)}"] if left else [],
     )
@@ -201,49 +218,6 @@ def _check(value: Any, where: str) -> None:
         raise CheckpointError(f"{where}: {wrong}; convert the tensor, and save the source checkpoint again.")
 
 
-def _optimizers(source: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    while True:
-        number = len(found)
-        file = source / (f"optimizer_{number}.bin" if number else "optimizer.bin")
-        if dcp.is_dcp(source / f"optimizer_{number}"):
-            whole = dcp.loaded(dcp.read(source / f"optimizer_{number}"))
-            found.append(_plain_optimizer(whole.get("optimizer", whole), source / f"optimizer_{number}"))
-        elif file.is_file():
-            found.append(_plain_optimizer(foreign_files.load(file), file))
-        else:
-            return found
-
-
-def _plain_optimizer(state: Any, where: Path) -> dict[str, Any]:
-    """An optimizer's state_dict in parts. DCP has no entry for an empty "state", such as that of SGD.
-
-    State that belongs to no parameter is under "globals"; keys that its class adds to torch's format under "extra".
-    """
-    inner = state.get("state", {}) if isinstance(state, dict) else None
-    groups = state.get("param_groups") if isinstance(state, dict) else None
-    if not isinstance(inner, dict) or not isinstance(groups, list) or not all(map(_is_group, groups)) or not groups:
-        raise _no_optimizer(state, where)
-    members = {str(name) for group in groups for name in group["params"]}  # DCP turns numbers into strings
-    rows = {name: row for name, row in inner.items() if str(name) in members}
-    if not all(isinstance(row, dict) for row in rows.values()):
-        raise _no_optimizer(state, where)
-    rest = {str(key): value for key, value in inner.items() if key not in rows}
-    extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
-    return {"state": rows, "param_groups": groups, "globals": rest, "extra": extra}
-
-
-def _is_group(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("params"), list)
-
-
-def _no_optimizer(state: Any, where: Path) -> CheckpointError:
-    return CheckpointError(
-        f"convert: {where}: not the state_dict of an optimizer (got {type(state).__name__} without valid "
-        "param_groups); skip the optimizer with --weights-only."
-    )
-
-
 def _objects(source: Path) -> dict[str, Any]:
     """States of schedulers, the scaler and registered objects, by their names in shardkit's checkpoints."""
     found: dict[str, Any] = {}
@@ -261,52 +235,6 @@ def _left_out(source: Path) -> list[str]:
     """A note on what is in the folder and is not read, such as the files of a save hook, or the Trainer's scheduler."""
     left = sorted(path.name for path in source.iterdir() if not (_READ.fullmatch(path.name) or path.name[0] == "."))
     return [f"not converted: {first_few(left, 8)}"] if left else []
-
-
-def _by_name(
-    state: Mapping[str, Any], model: Mapping[str, Any], parameters: Mapping[str, bool] | None, source: Path
-) -> Mapping[str, Any]:
-    """An optimizer's state with named parameters. DDP numbers them, in the order of the model's parameters."""
-    groups = state["param_groups"]
-    members = [name for group in groups for name in group["params"]]
-    if all(isinstance(name, str) for name in members):
-        return state
-    here = f"convert: {source}: its optimizer numbers its parameters"
-    if parameters is None:
-        raise CheckpointError(f"{here}; give their names with --model, or skip the optimizer with --weights-only.")
-    if len(groups) > 1:
-        raise CheckpointError(f"{here}, in {len(groups)} groups whose order is not saved; use --weights-only.")
-    trained = [name for name, is_trained in parameters.items() if is_trained]
-    order = next((names for names in (trained, list(parameters)) if len(names) == len(members)), None)
-    if order is None:
-        text = f"{len(members)} in the optimizer, {len(parameters)} in --model, {len(trained)} of them trained"
-        raise CheckpointError(f"{here}, and their count differs ({text}); give the model that was trained.")
-    names = {str(number): name for number, name in zip(members, order, strict=True)}  # DCP turns keys into strings
-    named = {names.get(str(number), f"number {number}"): row for number, row in state["state"].items()}
-    problems = [text for name, row in named.items() for text in _misfits(name, row, model)]
-    if problems:
-        raise CheckpointError(
-            f"{here}, and --model does not match: {'; '.join(problems[:3])}; give the model that was trained."
-        )
-    extra = optimizers.with_names(state["extra"], [order])
-    return {**state, "state": named, "param_groups": [{**groups[0], "params": order}], "extra": extra}
-
-
-def _misfits(name: str, row: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[str]:
-    shape = tuple(model[name].shape) if name in model else None
-    if shape is None:
-        yield f"{name} is not in the checkpoint"
-    for key, value in row.items():
-        theirs = tuple(value.shape) if isinstance(value, (torch.Tensor, LazyTensor)) else ()
-        if shape is not None and theirs and theirs != shape:
-            yield f"{name} has shape {list(shape)}, its {key} {list(theirs)}"
-
-
-def _step(states: Iterable[Mapping[str, Any]]) -> int:
-    """The number of steps that the optimizers have made, from their states; 0 if they do not count steps."""
-    steps = [row["step"] for state in states for row in state["state"].values() if "step" in row]
-    found = max((int(step.to("cpu")) if hasattr(step, "to") else int(step) for step in steps), default=0)
-    return found if folder.STEP.fullmatch(folder.step_name(found)) else 0
 
 
 def _captured(found: _Found, states: Sequence[Mapping[str, Any]], step: int, source: Path) -> Captured:

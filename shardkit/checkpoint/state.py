@@ -139,13 +139,17 @@ def whole_tensors(model: nn.Module) -> dict[str, Any]:
 
 
 def parameter_names(models: list[nn.Module]) -> dict[int, str]:
-    """{id of the parameter: fqn}; fqns of the second model get the prefix `1:`, and so on."""
+    """{id of the parameter: its name among the parameters of all models}."""
     names: dict[int, str] = {}
     for number, model in enumerate(models):
-        prefix = "" if number == 0 else f"{number}:"
         for name, parameter in unwrapped(model).named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), prefix + clean_name(name))
+            names.setdefault(id(parameter), name_in_run(number, clean_name(name)))
     return names
+
+
+def name_in_run(model: int, fqn: str) -> str:
+    """The name of a parameter among those of all models: fqns of the second model get the prefix `1:`, and so on."""
+    return f"{model}:{fqn}" if model else fqn
 
 
 def capture(live: Live, kind: Kind, rank: int, world_size: int) -> Captured:

@@ -322,17 +322,22 @@ def convert(
     ],
     step: Annotated[int | None, typer.Option(min=0, help="Its step; by default the optimizer's.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="module:function or config.json: names for a DDP checkpoint's optimizer.")
+        str | None,
+        typer.Option(
+            help="Names for the optimizers of a DDP checkpoint: a config.json, or module:function, which returns the "
+            "model, or all models and optimizers."
+        ),
     ] = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Skip optimizer and scheduler.")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Convert another program's checkpoint to a shardkit checkpoint, for load_state and resume."""
     from shardkit.checkpoint.convert import convert as convert_into
+    from shardkit.model.sources import describe_prepared
 
-    parameters = None if model is None else _parameters(model)
+    prepared = None if model is None else describe_prepared(model)
     with _as_checkpoint_error():
-        done = convert_into(source, output, step, parameters, weights_only)
+        done = convert_into(source, output, step, prepared, weights_only)
     if as_json:
         print(json.dumps({**done.__dict__, "path": str(done.path)}, indent=2))
         return 0
@@ -341,13 +346,6 @@ def convert(
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
     return 0
-
-
-def _parameters(spec: str) -> dict[str, bool]:
-    """The model's parameters in order, and whether each is trained."""
-    from shardkit.model.sources import describe
-
-    return {name: parameter.trainable for name, parameter in describe(spec).tree.owned()}
 
 
 @contextmanager

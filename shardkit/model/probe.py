@@ -6,7 +6,8 @@ Run in a child process by `sources.py`, because it loads torch and the user's ow
 import json
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 from shardkit.model.describe import ModelDescription, to_json
 from shardkit.model.facts import longest_sequence, transformer_facts
 from shardkit.model.live import tree_of
+from shardkit.model.prepared import Prepared
 
 # The folders of this package, of all installed packages, and of Python's own modules.
 PACKAGE = Path(__file__).parent.parent
@@ -29,8 +31,12 @@ def main() -> None:
     """`python -m shardkit.model.probe KIND SPEC RESULT`: writes the description, or the error, to RESULT."""
     kind, spec, result = sys.argv[1:4]
     try:
-        describe = {"factory": describe_factory, "transformers": describe_transformers}[kind]
-        answer: dict[str, Any] = {"description": to_json(describe(spec))}
+        if kind == "prepared":
+            found = asdict(describe_prepared(spec))
+        else:
+            describe = {"factory": describe_factory, "transformers": describe_transformers}[kind]
+            found = to_json(describe(spec))
+        answer: dict[str, Any] = {"description": found}
     except (Exception, SystemExit) as error:
         answer = {"error": error_text(error), "where": where(error)}
     Path(result).write_text(json.dumps(answer))
@@ -47,6 +53,24 @@ def describe_factory(spec: str) -> ModelDescription:
     return ModelDescription(spec, name, tree, transformer_facts(config, model), longest=longest_sequence(config))
 
 
+def describe_prepared(spec: str) -> Prepared:
+    """The parameters of the models, and of the optimizers if any, that `module:function` returns."""
+    with torch.device("meta"):
+        parts = built(spec)
+    models = [part for part in parts if isinstance(part, nn.Module)]
+    optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
+    if not models:
+        raise _no_model(spec, parts)
+    names = {id(p): (number, name) for number, model in enumerate(models) for name, p in model.named_parameters()}
+    strangers = [p for one in optimizers for group in one.param_groups for p in group["params"] if id(p) not in names]
+    if strangers:
+        raise ValueError(f"{spec} returns an optimizer of {len(strangers)} parameters that no model it returns has")
+    return Prepared(
+        [{name: parameter.requires_grad for name, parameter in model.named_parameters()} for model in models],
+        [[[names[id(p)] for p in group["params"]] for group in one.param_groups] for one in optimizers],
+    )
+
+
 def imported(spec: str) -> Any:
     """The object that `module:name` names; the current folder's modules count."""
     module, _, name = spec.partition(":")
@@ -55,15 +79,24 @@ def imported(spec: str) -> Any:
     return attrgetter(name)(import_module(module))
 
 
-def build_factory(spec: str) -> nn.Module:
-    """The model of `module:name`: a function or class is called without arguments; a module is returned."""
+def built(spec: str) -> Sequence[Any]:
+    """The parts of `module:name`: what a function or class returns, called without arguments, or the object itself."""
     found = imported(spec)
-    model = found if isinstance(found, nn.Module) else found()
-    if isinstance(model, (tuple, list)) and model:
-        model = model[0]
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{spec} returns an object of type {type(model).__name__}, not a torch.nn.Module")
-    return model
+    parts = found if isinstance(found, nn.Module) else found()
+    return parts if isinstance(parts, (tuple, list)) else (parts,)
+
+
+def build_factory(spec: str) -> nn.Module:
+    """The model of `module:name`; the first part, where there are several."""
+    parts = built(spec)
+    if not parts or not isinstance(parts[0], nn.Module):
+        raise _no_model(spec, parts)
+    return parts[0]
+
+
+def _no_model(spec: str, parts: Sequence[Any]) -> TypeError:
+    kind = type(parts[0] if parts else parts).__name__
+    return TypeError(f"{spec} returns an object of type {kind}, not a torch.nn.Module")
 
 
 def describe_transformers(path: str) -> ModelDescription:

@@ -13,11 +13,13 @@ import re
 import tempfile
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from shardkit.errors import ModelError
 from shardkit.model import child, gpt, weights
 from shardkit.model.builtin import BUILTIN
 from shardkit.model.describe import ModelDescription, from_json
+from shardkit.model.prepared import Prepared
 
 FORMS = "module:function, a Transformers config.json, a .safetensors file or folder, " + ", ".join(BUILTIN)
 CLOSED_FORM_HINT = "or describe its sizes: --model gpt:layers=..,hidden=..,heads=.. needs no code"
@@ -34,12 +36,21 @@ def describe(spec: str, timeout_s: float = 180.0, folder: Path | None = None) ->
     path = folder / spec
     is_folder, is_file = os.path.isdir(path), os.path.isfile(path)  # pathlib's raise for a name that is too long
     if (is_folder and os.path.isfile(path / "config.json")) or (is_file and path.suffix == ".json"):
-        return _in_child("transformers", spec, timeout_s, folder)
+        return _described("transformers", spec, timeout_s, folder)
     if is_folder or (is_file and path.suffix == ".safetensors"):
         return weights.describe(spec, path)
     if _looks_like_factory(spec):
-        return _in_child("factory", spec, timeout_s, folder)
+        return _described("factory", spec, timeout_s, folder)
     raise ModelError(_unknown(spec, path))
+
+
+def describe_prepared(spec: str, timeout_s: float = 180.0, folder: Path | None = None) -> Prepared:
+    """As `describe`, where a function may return all models and optimizers, as a script gives them to `prepare`."""
+    folder = Path.cwd() if folder is None else folder
+    if _looks_like_factory(spec) and not os.path.exists(folder / spec):
+        return Prepared.from_json(_in_child("prepared", spec, timeout_s, folder))
+    tree = describe(spec, timeout_s, folder).tree
+    return Prepared([{name: parameter.trainable for name, parameter in tree.owned()}], [])
 
 
 def is_by_sizes(spec: str) -> bool:
@@ -86,15 +97,23 @@ def _unknown(spec: str, path: Path) -> str:
     return f"--model {spec}: not a model; give {FORMS}, or gpt:layers=..,hidden=..,heads=.."
 
 
-def _in_child(kind: str, spec: str, timeout_s: float, folder: Path) -> ModelDescription:
+def _described(kind: str, spec: str, timeout_s: float, folder: Path) -> ModelDescription:
+    description = from_json(_in_child(kind, spec, timeout_s, folder))
+    if not description.tree.numel:
+        raise ModelError(f"--model {spec}: {description.name} has no parameters (got 0); give a model to train.")
+    return description
+
+
+def _in_child(kind: str, spec: str, timeout_s: float, folder: Path) -> Any:
+    """The answer of `probe.py` in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="shardkit-model-") as scratch:
         result = Path(scratch) / "result.json"
         ended = child.run("shardkit.model.probe", [kind, spec, str(result)], folder, timeout_s)
         if ended is None:
             why = (
-                "a factory should only build the model, without reading weights or data"
-                if kind == "factory"
-                else "Transformers takes longer for this architecture; try again on a machine with less to do"
+                "Transformers takes longer for this architecture; try again on a machine with less to do"
+                if kind == "transformers"
+                else "a factory should only build the model, without reading weights or data"
             )
             raise ModelError(f"--model {spec}: not built after {timeout_s:g} s; {why}, {CLOSED_FORM_HINT}.")
         if not result.is_file():
@@ -104,22 +123,20 @@ def _in_child(kind: str, spec: str, timeout_s: float, folder: Path) -> ModelDesc
         answer = json.loads(result.read_text())
     if "error" in answer:
         raise ModelError(_not_built(kind, spec, answer["error"], child.relative_place(answer["where"], folder)))
-    description = from_json(answer["description"])
-    if not description.tree.numel:
-        raise ModelError(f"--model {spec}: {description.name} has no parameters (got 0); give a model to train.")
-    return description
+    return answer["description"]
 
 
 def _not_built(kind: str, spec: str, error: str, place: str | None) -> str:
     """The error text for a model whose code failed, with the place in the user's files if known."""
+    or_sizes = "" if kind == "prepared" else f", {CLOSED_FORM_HINT}"  # sizes have no optimizers
     if place is None:
-        what = (
-            "check both names, and that it needs no arguments"
-            if kind == "factory"
-            else "correct the file, or install a version of Transformers that knows this model"
-        )
-        return f"--model {spec}: cannot be built on the meta device ({error}); {what}, {CLOSED_FORM_HINT}."
+        what = {
+            "factory": "check both names, and that it needs no arguments",
+            "prepared": "check both names, and that it needs no arguments; let it return what prepare got",
+            "transformers": "correct the file, or install a version of Transformers that knows this model",
+        }[kind]
+        return f"--model {spec}: cannot be built on the meta device ({error}); {what}{or_sizes}."
     return (
         f"{place}: the model {spec} cannot be built on the meta device ({error}); "
-        f"correct the code at {place}, {CLOSED_FORM_HINT}."
+        f"correct the code at {place}{or_sizes}."
     )
