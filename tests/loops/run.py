@@ -210,7 +210,7 @@ def plain(name: str) -> tuple[list[float], dict[str, Any]]:
     run = Run(accumulation=one.accumulation)
     torch.manual_seed(0)
     one.function(run)
-    return run.seen, _numbers(run)
+    return run.seen, numbers(run)
 
 
 def on_ranks(name: str, strategies: tuple[int, ...]) -> dict[int, Any]:
@@ -230,7 +230,7 @@ def on_ranks(name: str, strategies: tuple[int, ...]) -> dict[int, Any]:
 def _result(one: Loop, run: Run, is_refused: bool) -> Any:
     if not is_refused:
         one.function(run)
-        return run.seen, _numbers(run)
+        return run.seen, numbers(run)
     try:
         one.function(run)
     except (ShardkitError, RuntimeError) as error:
@@ -238,7 +238,7 @@ def _result(one: Loop, run: Run, is_refused: bool) -> Any:
     return "not refused"
 
 
-def _numbers(run: Run) -> dict[str, Any]:
+def numbers(run: Run) -> dict[str, Any]:
     def as_double(tensor: torch.Tensor) -> Any:
         return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().numpy().copy()
 
