@@ -81,8 +81,8 @@ class Script:
     model_state: Any = None
     optimizer_states: Any = None
     average: list[torch.Tensor] | None = None
-    teacher: nn.Module | None = None
-    judge: Any = None
+    more: dict[str, Any] = field(default_factory=dict)
+    """What was prepared after the start, in that order: `judge` (a model and its optimizer), `teacher`."""
     hook: Any = None
 
     def start(self) -> None:
@@ -238,10 +238,10 @@ class Script:
 
     @operation(often=2)
     def distill(self) -> None:
-        if self.teacher is not None and not self.has_windows:
+        if "teacher" in self.more and not self.has_windows:
             tokens = self.batch()
             with torch.no_grad():
-                target = self.teacher(tokens)
+                target = self.more["teacher"](tokens)
             loss = (self.model(tokens) - target).square().mean() + 0.1 * self.usual_loss()
             self.run.backward(loss)
             self.step()
@@ -251,11 +251,7 @@ class Script:
     def adversaries(self) -> None:
         if self.has_windows:
             return
-        if self.judge is None:
-            torch.manual_seed(5)
-            judge = Judge()
-            self.judge = self.run.prepare(judge, OPTIMIZERS[0](judge.parameters()))
-        judge, optimizer = self.judge
+        judge, optimizer = self._made("judge")
         made = self.model(self.batch())
         for judged, target, steps in ((made.detach(), 0.0, [optimizer]), (made, 1.0, self.optimizers)):
             loss = (judge(judged) - target).square().mean()
@@ -263,6 +259,16 @@ class Script:
             self.run.step(*steps)
             self.run.see_mean(loss)
         optimizer.zero_grad()
+
+    def _made(self, name: str) -> Any:
+        if name not in self.more:
+            torch.manual_seed(5)
+            if name == "judge":
+                judge = Judge()
+                self.more[name] = self.run.prepare(judge, OPTIMIZERS[0](judge.parameters()))
+            else:
+                self.more[name] = self.run.prepare(type(self.inner)()).requires_grad_(False).eval()
+        return self.more[name]
 
     # ---- between steps ----
 
@@ -350,11 +356,9 @@ class Script:
 
     @operation()
     def teach(self) -> None:
-        """The teacher, made at the first time, takes the present weights."""
-        if self.teacher is None:
-            self.teacher = self.run.prepare(type(self.inner)()).requires_grad_(False).eval()
+        """The teacher takes the present weights."""
         with torch.no_grad():
-            for mine, theirs in zip(self.teacher.parameters(), self.parameters(), strict=True):
+            for mine, theirs in zip(self._made("teacher").parameters(), self.parameters(), strict=True):
                 mine.copy_(theirs)
 
     # ---- states ----
@@ -379,31 +383,46 @@ class Script:
 
     @operation(often=2)
     def save(self) -> None:
-        if self.is_open:
-            return
-        name = self.draw.choice("ab")
-        has_judge = self.judge is not None
-        self.saved[name] = has_judge, self.teacher is not None
-        if isinstance(self.run, RanksRun):
-            self.run.accelerator.save_state(str(self.folder / name))
-        else:
-            self.saved[name] += (copy.deepcopy([one.state_dict() for one in self._objects()]),)
+        if not self.is_open:
+            self._save(self.draw.choice("ab"))
 
     @operation()
     def load(self) -> None:
         name = self.draw.choice("ab")
-        found = self.saved.get(name)
-        if self.is_open or found is None or found[:2] != (self.judge is not None, self.teacher is not None):
+        if not self.is_open and name in self.saved and self.saved[name][0] == [*self.more]:
+            self._load(name)
+
+    @operation()
+    def restart(self) -> None:
+        """Everything anew, in the state of a checkpoint; weights that were frozen are trained again."""
+        if self.is_open:
             return
+        self._save("restart")
+        names, self.more, self.average, self.hook = [*self.more], {}, None, None
+        self.run.free()
+        self.start()
+        for name in names:
+            self._made(name)
+        self._load("restart")
+
+    def _save(self, name: str) -> None:
+        state = None
+        if isinstance(self.run, RanksRun):
+            self.run.accelerator.save_state(str(self.folder / name))
+        else:
+            state = copy.deepcopy([one.state_dict() for one in self._objects()])
+        self.saved[name] = [*self.more], state
+
+    def _load(self, name: str) -> None:
         if isinstance(self.run, RanksRun):
             self.run.accelerator.load_state(str(self.folder / name))
         else:
-            for one, state in zip(self._objects(), copy.deepcopy(found[2]), strict=True):
+            for one, state in zip(self._objects(), copy.deepcopy(self.saved[name][1]), strict=True):
                 one.load_state_dict(state)
 
     def _objects(self) -> list[Any]:
-        teacher = [] if self.teacher is None else [self.teacher]
-        return [self.model, *self.optimizers, *self.schedules, *(self.judge or ()), *teacher]
+        more = [one for made in self.more.values() for one in (made if isinstance(made, tuple) else (made,))]
+        return [self.model, *self.optimizers, *self.schedules, *more]
 
 
 def _halve(parameter: nn.Parameter) -> None:
