@@ -5,6 +5,6 @@ a load     read, locate, load_plan, kinds, fill, differences
 the state  state, optimizers, optimizer_groups, numbered, per_rank, replicas, ties, tensors, values
 the files  layout, manifest, index_json, state_json, digest, folder, disk, paths, access   (no torch)
 a model    save_model, export, export_to_store, exported_parts
-commands   verify, compare, merge, convert, with dcp and foreign_files for the formats of others
+commands   verify, compare, merge, convert, with dcp, foreign_files and foreign_optimizers for the formats of others
 tests      faults
 """
