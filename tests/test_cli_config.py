@@ -113,7 +113,7 @@ def test_from_an_accelerate_file_with_an_account_and_in_place_with_comments_kept
             ["--defaults", "-o", "missing/x.yaml"],
             "missing/x.yaml: there is no folder missing; create it, or choose another",
         ),
-        (["--defaults", "-o", "."], ".: is a folder; give a file with --output."),
+        (["--defaults", "-o", "."], ".: is a folder; name a file in it."),
         (["--from", "no.yaml"], "no.yaml: there is no such file"),
         (
             ["--from", "a", "--template", "b"],

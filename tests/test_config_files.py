@@ -10,6 +10,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardkit.cli.main import run
 from shardkit.config import files
 from shardkit.config.command import settings_of
 from shardkit.config.descriptions import text_of
@@ -28,6 +29,7 @@ from shardkit.config.schema import (
     ShardkitConfig,
 )
 from shardkit.errors import ConfigError
+from shardkit.wizard.review import why_not_writable
 
 DATA = Path(__file__).parent / "data" / "config"
 
@@ -322,6 +324,19 @@ def test_writing_replaces_a_file_entirely(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     with pytest.raises(ConfigError, match="cannot be written"):
         files.write(Config(), tmp_path / "missing" / "shardkit.yaml")
+
+
+def test_a_device_or_a_pipe_is_not_replaced_by_a_file(tmp_path, capsys):
+    """As root, `-o /dev/null --force` put a file in the place of the device."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    for write in (files.write_text, files.replace_text):
+        with pytest.raises(ConfigError, match="pipe: is a device or a pipe; name a file"):
+            write("debug: yes\n", path)
+    assert run(["config", "--defaults", "--force", "-o", str(path)]) == 2
+    assert capsys.readouterr().err.splitlines()[0] == f"{path}: is a device or a pipe; name a file."
+    assert why_not_writable(path) == files.why_no_file(path)
+    assert path.is_fifo() and os.listdir(tmp_path) == ["pipe"]
 
 
 def test_a_file_is_written_where_the_path_is_not_utf_8(tmp_path):

@@ -272,8 +272,10 @@ def _edited(path: Path, config: "Config") -> str:
 
 def target_problem(target: Path, force: bool) -> str | None:
     """Why no file can be written there; None if it can."""
-    if target.is_dir():
-        return f"{target}: is a folder; give a file with --output."
+    from shardkit.config.files import why_no_file
+
+    if problem := why_no_file(target):
+        return problem
     if not target.parent.is_dir():
         return f"{target}: there is no folder {target.parent}; create it, or choose another --output."
     if target.exists() and not force:

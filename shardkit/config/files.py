@@ -152,9 +152,20 @@ def write(config: Config, path: Path | str, comments: bool = True) -> None:
 ELSEWHERE = "choose another file with --output"
 
 
+def why_no_file(path: Path) -> str | None:
+    """Why no file can have this name: something else has it, which a new file would replace; None if one can."""
+    if os.path.isdir(path):
+        return f"{path}: is a folder; name a file in it."
+    if os.path.exists(path) and not os.path.isfile(path):
+        return f"{path}: is a device or a pipe; name a file."
+    return None
+
+
 def write_text(text: str, path: Path, advice: str = ELSEWHERE) -> None:
     """Writes a text to a file atomically; the old content stays until then. A symlink and the file's mode are kept.
     Raises ConfigError with the advice where that is not possible."""
+    if problem := why_no_file(path):
+        raise ConfigError(problem)
     path = Path(os.path.realpath(path))
     with _writing(path, advice):
         mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~_umask()
@@ -175,7 +186,7 @@ def replace_text(text: str, path: Path) -> None:
     """`write_text`; an existing file is kept as .bak. Raises ConfigError."""
     kept = Path(f"{path}.bak")
     with _writing(kept):
-        if path.exists():
+        if path.is_file():
             shutil.copy2(path, kept)
     write_text(text, path)
 

@@ -220,8 +220,8 @@ def why_not_writable(path: Path) -> str:
     """Why a file cannot be written there, or ""; checked before the first question."""
     if "\0" in str(path) or len(os.fsencode(path.name)) > _LONGEST_NAME_BYTES:
         return "no file can have this name; choose another."
-    if os.path.isdir(path):
-        return f"{path}: is a folder; name a file in it."
+    if problem := files.why_no_file(path):
+        return problem
     if not os.path.isdir(path.parent):
         return f"{path}: its folder does not exist; create it, or choose another with --output."
     if not os.access(path if path.exists() else path.parent, os.W_OK):
