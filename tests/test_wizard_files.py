@@ -10,11 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardkit import templates
-from shardkit.config import checks, edit, files
+from shardkit.config import checks, edit, files, validation
 from shardkit.config.command import settings_of
 from shardkit.config.hardware import Hardware
+from shardkit.config.keys import all_keys, value_at
 from shardkit.config.scheduler import Scheduler
 from shardkit.config.schema import Config
+from shardkit.errors import ConfigError
 from shardkit.launch.spec import launch_spec
 from shardkit.model.sources import describe
 from shardkit.wizard import commands
@@ -143,6 +145,63 @@ def test_enter_all_the_way_through_an_existing_file_changes_nothing(text):
     for hardware in (CPU_ONLY, EIGHT_GPUS, OLD_GPUS):
         base = Situation(hardware, base=config, has_base=True)
         assert to_config(settle(base, from_config(config, base))) == config
+
+
+OPENED = [
+    "num_processes: 1\ndistributed_type: NO\n",
+    "num_processes: 2\nuse_cpu: true\n",
+    "num_processes: 8\nmixed_precision: bf16\n",
+    "num_processes: 8\ndistributed_type: MULTI_GPU\nuse_cpu: true\n",
+    "num_processes: 4\ndistributed_type: MULTI_CPU\nmixed_precision: fp16\n",
+    "distributed_type: XLA\nxla: true\nnum_processes: 8\nfsdp_config: {fsdp_sharding_strategy: 4}\n",
+]
+OTHER_VALUES = {"list": "A=1", "dict": "{compute_dtype: bfloat16}", "int": "2", "float": "2", "str": "abc"}
+OF_THE_BASE = {"distributed_type", "num_machines", "num_processes", "use_cpu"}
+
+
+def with_every_setting_changed(config):
+    """The configuration with another value of each setting that may have one there."""
+    for path, key in all_keys().items():
+        kind = next((kind for kind in OTHER_VALUES if kind in str(key.field.annotation)), "str")
+        values = [*validation.choices_of(key.field)[::-1], OTHER_VALUES[kind], "true", "false", "0"]
+        for value in values if key.name not in OF_THE_BASE else []:
+            with suppress(ConfigError):
+                changed = files.overlaid(config, {key.name: value})
+                if value_at(changed, path) != value_at(config, path):
+                    config = changed
+                    break
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", OPENED)
+def test_no_setting_of_an_opened_file_is_lost_where_no_question_asks_for_it(text):
+    """rdzv_backend on one machine, reduce_dtype under DDP, mesh sizes on a TPU, ... got their defaults."""
+    config = with_every_setting_changed(files.read_text(text).config)
+    changed = [path for path, key in all_keys().items() if value_at(config, path) != key.default]
+    assert len(changed) > 70
+    for hardware in (CPU_ONLY, EIGHT_GPUS):
+        base = Situation(hardware, base=config, has_base=True)
+        saved = to_config(settle(base, from_config(config, base)))
+        assert {path: value_at(saved, path) for path in changed} == {path: value_at(config, path) for path in changed}
+
+
+def test_a_setting_that_no_question_asked_for_is_the_answer_once_one_does():
+    config = files.read_text("num_processes: 1\ndistributed_type: NO\ndebug: true\nrdzv_backend: etcd\n").config
+    base = Situation(EIGHT_GPUS, base=config, has_base=True)
+    answers = from_config(config, base) | {"where": "several", "processes_per_machine": 8}
+    after = to_config(settle(base, answers))
+    assert (after.debug, after.rdzv_backend, after.num_processes) == (True, "etcd", 16)
+
+
+def test_a_setting_that_no_question_asked_for_goes_where_it_contradicts_the_answers():
+    text = "num_processes: 1\ndistributed_type: NO\nfsdp_config: {fsdp_offload_params: true}\ngpu_ids: 3\n"
+    config = files.read_text(text).config
+    base = Situation(EIGHT_GPUS, base=config, has_base=True)
+    assert to_config(settle(base, from_config(config, base))) == config
+    answers = {"processes_per_machine": 8, "fsdp.sharding_strategy": "NO_SHARD"}
+    after = to_config(settle(base, from_config(config, base) | answers))
+    assert (after.fsdp.offload_params, after.gpu_ids, after.num_processes) == (False, None, 8)
 
 
 @pytest.mark.slow

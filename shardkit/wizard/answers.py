@@ -1,12 +1,12 @@
 """Answers -> Config, and back, so that an edited file starts with its answers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from enum import Enum
 from operator import attrgetter
 from typing import Any
 
-from shardkit.config import host_port
+from shardkit.config import checks, host_port
 from shardkit.config.keys import all_keys
 from shardkit.config.meaning import runs_on_cpu
 from shardkit.config.schema import Config, DistributedType, ShardingStrategy
@@ -16,7 +16,12 @@ from shardkit.wizard.questions import QUESTIONS
 from shardkit.wizard.readers import split_address
 from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, SLURM, TPU, Situation
 
-_SETTINGS = {key.name for key in all_keys().values()}
+_DEFAULTS = {key.name: getattr(key.default, "value", key.default) for key in all_keys().values()}
+_SETTINGS = set(_DEFAULTS)
+_CHANGED_BY_ANSWERS = [question.key for question in QUESTIONS if question.key in _SETTINGS]
+# No question asks for these; they have to suit the answers.
+_CHANGED_BY_ANSWERS += ["shardkit.mesh.replicate_size", "shardkit.mesh.shard_size", "gpu_ids"]
+_DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 def walk(situation: Situation, given: Mapping[str, Any]) -> Iterator[tuple[Question, Situation]]:
@@ -70,14 +75,31 @@ def typed(question: Question, value: Any) -> str:
 
 
 def to_config(situation: Situation) -> Config:
-    """The configuration for the settled answers. Settings without a question are kept from `situation.base`."""
+    """The configuration for the settled answers. Settings that no question asks for, neither now nor when the file was
+    opened, are kept from `situation.base`; those that contradict the answers are not."""
+    kept = _unasked(situation)
+    config = _with_answers(situation, kept)
+    while (
+        wrong := {next((key for key in finding.keys if key in kept), "") for finding in checks.problems(config)} & kept
+    ):
+        kept -= wrong
+        config = _with_answers(situation, kept)
+    return config
+
+
+def _unasked(situation: Situation) -> set[str]:
+    """The settings in which the answers say nothing about an opened file."""
+    opened = replace(situation, answers={})
+    before = settle(opened, from_config(opened.base, opened)).answers if opened.has_base else {}
+    return {key for key in _CHANGED_BY_ANSWERS if key not in situation.answers and key not in before}
+
+
+def _with_answers(situation: Situation, kept: Set[str]) -> Config:
     data = situation.base.model_dump()
-    for question in QUESTIONS:
-        if question.key in _SETTINGS:
-            default = all_keys()[tuple(question.key.split("."))].default
-            _put(data, question.key, situation.answers.get(question.key, default))
+    for key in _CHANGED_BY_ANSWERS:
+        if key not in kept:
+            _put(data, key, situation.answers.get(key, all_keys()[tuple(key.split("."))].default))
     _put_place(data, situation)
-    _drop_what_contradicts(data, situation)
     return Config.model_validate(data)
 
 
@@ -92,18 +114,21 @@ def _put_place(data: dict[str, Any], s: Situation) -> None:
     """Sets device, number of machines and processes, and address."""
     data["num_machines"], data["num_processes"] = s.machines, s.world_size
     data["distributed_type"] = kind = _distributed_type(s)
-    if kind is not DistributedType.MULTI_CPU:
-        data["use_cpu"] = s.on_cpu
+    says_device = kind not in (DistributedType.MULTI_CPU, DistributedType.XLA)  # of which use_cpu is only a variant
+    data["use_cpu"] = s.on_cpu if says_device or kind is not s.base.distributed_type else s.base.use_cpu
+    if kind in _DDP:
+        data["fsdp"]["sharding_strategy"] = s.base.fsdp.sharding_strategy
     _put_address(data, s)
 
 
 def _put_address(data: dict[str, Any], s: Situation) -> None:
-    address = s.answers.get("address")
+    address, is_new = s.answers.get("address"), (s.machines > 1) is not (s.base.num_machines > 1)
     if address:
         data["main_process_ip"], data["main_process_port"] = split_address(address)
         return
-    data["main_process_ip"] = None
-    if (s.machines > 1) is not (s.base.num_machines > 1):
+    if s.machines > 1 or is_new:
+        data["main_process_ip"] = None
+    if is_new:
         data["main_process_port"] = None
 
 
@@ -114,41 +139,12 @@ def _distributed_type(s: Situation) -> DistributedType:
     if s.world_size == 1:
         alone = s.has_base and s.base.num_processes == 1 and s.base.distributed_type is not DistributedType.XLA
         return s.base.distributed_type if alone else DistributedType.NO
-    ddp = DistributedType.MULTI_CPU if s.on_cpu else DistributedType.MULTI_GPU
-    if s.strategy is ShardingStrategy.NO_SHARD and s.base.distributed_type is ddp:
-        return ddp
-    return DistributedType.FSDP
-
-
-def _drop_what_contradicts(data: dict[str, Any], s: Situation) -> None:
-    """Resets settings of an edited file that have no meaning with the new answers."""
-    data["fsdp"]["reshard_after_forward"] = None
-    if s.has_base and data["distributed_type"] is s.base.distributed_type and not s.shards:
-        _keep_unused(data["fsdp"], s)
-    if data["distributed_type"] in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
-        data["fsdp"]["sharding_strategy"] = s.base.fsdp.sharding_strategy
-    mesh = data["shardkit"]["mesh"]
-    sizes = [size for size in (mesh["replicate_size"], mesh["shard_size"]) if size]
-    fits = all(s.world_size % size == 0 for size in sizes)
-    product = len(sizes) < 2 or sizes[0] * sizes[1] == s.world_size
-    if s.strategy is None or not s.strategy.is_hybrid or not fits or not product:
-        mesh["replicate_size"] = mesh["shard_size"] = 0
-    chosen = data["gpu_ids"]
-    if chosen and chosen.lower() != "all" and len(chosen.split(",")) < s.per_machine:
-        data["gpu_ids"] = None
-
-
-def _keep_unused(fsdp: dict[str, Any], s: Situation) -> None:
-    """Keeps FSDP settings of an edited file that have no effect."""
-    if s.strategy is not None and s.base.mode == "fsdp":
-        return
-    for key, value in s.base.fsdp.model_dump().items():
-        if f"fsdp.{key}" not in s.answers:
-            fsdp[key] = value
+    is_alike = s.base.distributed_type in _DDP and runs_on_cpu(s.base) is s.on_cpu
+    return s.base.distributed_type if is_alike and s.strategy is ShardingStrategy.NO_SHARD else DistributedType.FSDP
 
 
 def from_config(config: Config, situation: Situation) -> dict[str, Any]:
-    """The answers that result in `config`."""
+    """The answers that result in `config`, and those that it has for questions which do not apply yet."""
     given: dict[str, Any] = {}
     for question in QUESTIONS:
         if question.key in _SETTINGS:
@@ -156,13 +152,14 @@ def from_config(config: Config, situation: Situation) -> dict[str, Any]:
     given["where"] = _place(config, situation)
     given["processes_per_machine"] = config.processes_per_machine
     given["address"] = _address(config.main_process_ip, config.main_process_port)
-    if config.distributed_type in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+    if config.distributed_type in _DDP:
         given["fsdp.sharding_strategy"] = ShardingStrategy.NO_SHARD.value
     if config.distributed_type is DistributedType.MULTI_CPU:
         given["use_cpu"] = True
     given |= _details(situation, given)
     settled = settle(situation, given).answers
-    return {key: value for key, value in given.items() if key in settled}
+    own = {key: value for key, value in given.items() if key != "use_cpu" and value != _DEFAULTS.get(key)}
+    return own | {key: value for key, value in given.items() if key in settled}
 
 
 def _details(situation: Situation, given: Mapping[str, Any]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shardkit.config.meaning import runs_on_cpu
 from shardkit.config.schema import ShardingStrategy
 from shardkit.model.cut import select_units
 from shardkit.plan import devices
@@ -64,7 +65,7 @@ def gpus(s: Situation) -> Sequence[Option]:
 
 
 def precision(s: Situation) -> Sequence[Option]:
-    said = s.base.mixed_precision if s.has_base and s.base.use_cpu == s.on_cpu else ""
+    said = s.base.mixed_precision if s.has_base and runs_on_cpu(s.base) == s.on_cpu else ""
     reason = "needs a GPU" if (s.on_cpu or s.on_tpu) and said != "fp16" else ""
     old = gpu_without_bf16(s)
     no_bf16 = f"{old} does not support it" if old and not s.on_cpu and said != "bf16" else ""
@@ -138,11 +139,13 @@ def class_options(s: Situation) -> Sequence[Option]:
 
 
 def reduce_dtypes(s: Situation) -> Sequence[Option]:
+    said = s.has_base and s.base.shardkit.precision.reduce_dtype == "fp16"
+    reason = "needs a GPU" if s.on_cpu and not said else ""
     return (
         Option(None, "default", "fp32"),
         Option("fp32", "fp32", "the default, written explicitly"),
         Option("bf16", "bf16", "half the traffic, less exact"),
-        Option("fp16", "fp16", "half the traffic; can overflow", disabled="needs a GPU" if s.on_cpu else ""),
+        Option("fp16", "fp16", "half the traffic; can overflow", disabled=reason),
     )
 
 
