@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from shardkit.cli.main import run
 from shardkit.config import files
 from shardkit.config.command import settings_of
 from shardkit.config.descriptions import text_of
-from shardkit.config.edit import edited
+from shardkit.config.edit import edited, edited_by_line
 from shardkit.config.host_port import problem_of_host
 from shardkit.config.json_schema import json_schema
 from shardkit.config.keys import all_keys, sections
@@ -471,9 +472,43 @@ def test_an_edit_changes_only_its_lines_and_keeps_comments(line_end):
     assert "    # the end of the block" in new
 
 
-def test_an_edit_of_a_file_in_braces_writes_it_anew():
-    after = files.overlaid(config_of("{num_processes: 2}"), {"shardkit.seed": "1"})
-    assert config_of(edited("{num_processes: 2}", after)) == after
+@pytest.mark.parametrize(
+    ("before", "changes", "after"),
+    [
+        ("{num_processes: 2} # c", {"shardkit.seed": "1"}, "{num_processes: 2, shardkit: {seed: 1}} # c"),
+        ("fsdp_config: {fsdp_version: 2} # c", {"fsdp.offload_params": "yes"}, ": 2, fsdp_offload_params: true} # c"),
+        ("shardkit: {} # c\ndebug: no", {"shardkit.seed": "1"}, "shardkit: # c\n  # *\n  seed: 1\ndebug: no"),
+        ("shardkit: # c\ndebug: no", {"shardkit.seed": "1"}, "shardkit: # c\n  # *\n  seed: 1\ndebug: no"),
+        ("fsdp_config:\n fsdp_version: 2 # c\n", {"fsdp.offload_params": "yes"}, " # *\n fsdp_offload_params: true\n"),
+        (
+            "fsdp_config:\n  fsdp_reshard_after_forward: true # c\n  fsdp_sharding_strategy: 1 # d\n",
+            {"fsdp.sharding_strategy": "2"},
+            "fsdp_reshard_after_forward: false # c\n  fsdp_sharding_strategy: SHARD_GRAD_OP # d\n",
+        ),
+        ("num_machines: &n 2\nnum_processes: *n # c\n", {"num_processes": "4"}, "&n 2\nnum_processes: 4 # c\n"),
+        (
+            "num_machines: &n 2 # c\nnum_processes: *n\n",
+            {"num_machines": "1"},
+            "num_machines: &n 1 # c\nnum_processes: 2\n",
+        ),
+        ("tpu_vm: # c\n- a\n- b # d\n", {"tpu_vm": "x"}, 'tpu_vm: ["x"] # c # d\n'),
+    ],
+)  # fmt: skip
+def test_an_edit_keeps_comments_in_every_way_of_writing_a_block(before, changes, after):
+    """`fsdp_config: {}` is what Accelerate writes; an edit of such a file wrote it anew, without its comments."""
+    config = files.overlaid(config_of(before), changes)
+    new = edited_by_line(before, config)
+    assert new is not None and config_of(new) == config
+    assert after in re.sub(r"# [A-Z].*", "# *", new)
+
+
+def test_a_file_that_cannot_be_changed_by_line_is_written_anew():
+    text = "fsdp_config:\n  fsdp_offload_params: true\nparallelism_config: {dp_replicate_size: 2, dp_shard_size: 4}\n"
+    after = files.overlaid(
+        config_of(f"num_processes: 8\n{text}"), {"shardkit.mesh.replicate_size": "4", "shardkit.mesh.shard_size": "2"}
+    )
+    assert edited_by_line(f"num_processes: 8\n{text}", after) is None
+    assert config_of(edited(f"num_processes: 8\n{text}", after)) == after
 
 
 def test_the_digest_leaves_out_what_differs_from_machine_to_machine():

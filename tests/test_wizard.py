@@ -307,6 +307,16 @@ def test_editing_keeps_comments_and_other_settings_shows_a_diff_and_leaves_a_bac
     assert "+num_processes" not in shown
 
 
+def test_the_review_tells_when_comments_cannot_be_kept(folder, capsys):
+    theirs = "# mine\nnum_processes: 8\nparallelism_config: {dp_replicate_size: 2, dp_shard_size: 4}\n"
+    (folder / "shardkit.yaml").write_text(theirs)
+    change = ["change", "processes per machine", "6"]
+    assert talk_plainly(["edit", *change, "done", "save"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("! It cannot be changed line by line, so it is written anew, without its comments.") == 1
+    assert "# mine" not in (folder / "shardkit.yaml").read_text()
+
+
 def test_editing_without_a_change_leaves_the_text_as_it_is(folder):
     (folder / "shardkit.yaml").write_text(OURS)
     assert talk(ENTER * 7) == 0

@@ -119,6 +119,7 @@ def test_the_settings_of_the_printed_command_give_the_same_configuration(sample)
 
 
 WRITTEN_BY_HAND = [
+    "num_processes: 8\nshardkit:\n  launch:\n    max_restarts: 5000\n",
     "distributed_type: MULTI_GPU\nnum_processes: 8\n",
     "distributed_type: MULTI_CPU\nnum_processes: 4\n",
     "distributed_type: NO\n",

@@ -319,7 +319,7 @@ QUESTIONS: tuple[Question, ...] = (
         key="shardkit.launch.max_restarts",
         title="Maximum restarts after failures?",
         default=always(0, "a failure ends the run"),
-        check=readers.whole_number(0, 1000),
+        check=readers.whole_number(0),
         asked=conditions.never,
         when="advanced",
     ),

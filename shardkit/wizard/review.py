@@ -96,6 +96,8 @@ def _show(session: Conversation, config: Config, text: str, target: Target) -> N
         before, after = target.former.splitlines(), text.splitlines()
         changes = list(difflib.unified_diff(before, after, "now", "after saving", lineterm="", n=1))
         say("\n".join(changes) if changes else "Nothing is changed.")
+        if edit.edited_by_line(target.former, config) is None:
+            say("! It cannot be changed line by line, so it is written anew, without its comments.")
         findings = [*checks.problems(config), *checks.notes(config)]
         say("\n".join(f"  ! {_yaml_name(finding)}: {finding.text}" for finding in findings) if findings else "")
     else:
