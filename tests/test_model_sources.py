@@ -296,6 +296,14 @@ def test_the_comment_that_names_the_model():
     assert again.count("# model:") == 1
 
 
+@pytest.mark.parametrize("spec", ["my models/config.json", "it's/config.json", "C:\\models\\gpt"])
+def test_the_comment_holds_a_path_of_any_characters(spec):
+    named = comment.write("# ours\r\nmixed_precision: bf16\r\n", spec)
+    assert named.startswith("# ours\r\n# model: ") and named.endswith("\r\nmixed_precision: bf16\r\n")
+    assert comment.read(named) == spec
+    assert comment.write(named, "mine:build") == "# ours\r\n# model: mine:build\r\nmixed_precision: bf16\r\n"
+
+
 @pytest.mark.parametrize(("count", "text"), [(6_738_415_616, "6.74 B"), (124_439_808, "124 M"), (8192, "8,192")])
 def test_counts_as_people_say_them(count, text):
     assert count_text(count) == text

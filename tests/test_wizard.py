@@ -307,6 +307,14 @@ def test_editing_keeps_comments_and_other_settings_shows_a_diff_and_leaves_a_bac
     assert "+num_processes" not in shown
 
 
+def test_editing_with_a_model_keeps_the_line_ends(folder):
+    (folder / "shardkit.yaml").write_bytes(OURS.replace("\n", "\r\n").encode())
+    assert talk_plainly(["edit", "save"], model=SMALL_GPT) == 0
+    first, second, rest = (folder / "shardkit.yaml").read_bytes().decode().split("\r\n", 2)
+    assert (first, second) == ("# chosen by the team on Monday", f"# model: {SMALL_GPT}")
+    assert rest == OURS.partition("\n")[2].replace("\n", "\r\n")
+
+
 def test_the_review_tells_when_comments_cannot_be_kept(folder, capsys):
     theirs = "# mine\nnum_processes: 8\nparallelism_config: {dp_replicate_size: 2, dp_shard_size: 4}\n"
     (folder / "shardkit.yaml").write_text(theirs)

@@ -1,17 +1,25 @@
 """The line `# model: SPEC` of a configuration file: the model it was written for. Read by `config` and `plan`."""
 
 import re
+import shlex
+from contextlib import suppress
 from pathlib import Path
 
 from shardkit.config.files import text_of_file
 
-_LINE = re.compile(r"^#\s*model:[ \t]*(?P<spec>\S+).*$", re.MULTILINE)
+_LINE = re.compile(r"^#[ \t]*model:[ \t]*(?P<rest>\S[^\r\n]*)", re.MULTILINE)
+_WORD = re.compile(r"""[^\s'"]+""")
 
 
 def read(text: str) -> str | None:
-    """The model that the file names, or None."""
+    """The model that the file names, or None. A remark may follow it."""
     found = _LINE.search(text)
-    return found["spec"] if found else None
+    if found is None:
+        return None
+    if found["rest"][0] in "'\"":  # a path with spaces
+        with suppress(ValueError):
+            return shlex.split(found["rest"])[0]
+    return found["rest"].split()[0]
 
 
 def in_file(path: Path | None) -> str | None:
@@ -21,9 +29,10 @@ def in_file(path: Path | None) -> str | None:
 
 def write(text: str, spec: str) -> str:
     """The file's text with that line replaced, or inserted after the comment lines at the top."""
-    line = f"# model: {spec}"
+    line = f"# model: {spec if _WORD.fullmatch(spec) else shlex.quote(spec)}"
     if _LINE.search(text):
         return _LINE.sub(lambda _: line, text, count=1)
-    lines = text.splitlines()
-    top = next((index for index, old in enumerate(lines) if not old.startswith("#")), len(lines))
-    return "\n".join([*lines[:top], line, *lines[top:]]) + "\n"
+    new_line = "\r\n" if "\r\n" in text else "\n"
+    top = re.match(r"(#.*\n)*", text)
+    assert top is not None
+    return f"{text[: top.end()]}{line}{new_line}{text[top.end() :]}"
