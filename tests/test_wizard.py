@@ -241,6 +241,33 @@ def test_back_shows_the_former_answer_selected(folder):
     assert saved(folder)["num_processes"] == 4
 
 
+def test_after_another_answer_to_an_earlier_question_defaults_follow(folder):
+    back = ["b"] * 4 + ["CPU of this machine"]
+    assert talk_plainly([""] * 5 + back + [""] * 5) == 0
+    written = saved(folder)
+    assert (written["use_cpu"], written["num_processes"], written["mixed_precision"]) == (True, 2, "no")
+
+
+def test_a_stopped_review_is_resumed_as_it_was_shown(folder, capsys):
+    """The draft had the answer from before Back, and defaults that had followed had their former value."""
+    assert talk_plainly([""] * 6 + ["change", "where", "several", "b", "where", "CPU of this machine", "done"]) == 130
+    capsys.readouterr()
+    assert talk_plainly(["resume", "save"]) == 0
+    written = saved(folder)
+    assert (written["num_machines"], written["num_processes"], written["mixed_precision"]) == (1, 2, "no")
+    (folder / "shardkit.yaml").unlink()
+    assert talk_plainly([""] * 6 + ["change", "where", "several", "b"]) == 130
+    assert talk_plainly(["resume", "save"]) == 0
+    assert saved(folder)["num_machines"] == 1
+
+
+def test_an_answer_that_another_makes_impossible_is_named(folder, capsys):
+    several = ["", "several", "4"] + [""] * 6
+    asked = ["advanced", "machine rank", "3", "done", "change", "machines", "2", "done", "save"]
+    assert talk_plainly([*several, *asked]) == 0
+    assert "  machine rank is now 0: set at launch, so that all machines share one file\n" in capsys.readouterr().out
+
+
 def test_back_at_the_first_question_asks_it_again(folder):
     assert talk(BACK * 3 + ENTER * 7) == 0
 

@@ -41,7 +41,7 @@ class Conversation:
 
 def ask_all(session: Conversation, skip_given: bool = False) -> None:
     """Asks every question before the review; in a resumed session only those after the answered ones. Back at the first
-    one repeats it."""
+    one repeats it. Where an earlier answer changes, later ones that were the default take the new default."""
     trail: list[Question] = []
     question = _next(session, None)
     while skip_given and question is not None and question.key in session.given:
@@ -49,7 +49,7 @@ def ask_all(session: Conversation, skip_given: bool = False) -> None:
         question = _next(session, question)
     while question is not None:
         try:
-            ask(session, question)
+            _ask_and_follow(session, question, _at_default(session))
             trail.append(question)
             question = _next(session, question)
         except Back:
@@ -61,21 +61,29 @@ def ask_one(session: Conversation, key: str) -> None:
     default take the new default. Back changes nothing."""
     before, model = dict(session.given), session.start.model
     former = session.situation().answers
-    known, usual = _asked(session), _at_default(session) - {key}
+    known, usual, asked = _asked(session), _at_default(session), set()
     try:
         question: Question | None = by_key(key)
         while question is not None:
-            ask(session, question)
+            _ask_and_follow(session, question, usual)
             known[question.key] = session.given[question.key]
-            usual.discard(question.key)
-            _follow(session, usual)
+            asked.add(question.key)
             question = _changed(session, known)
     except Back:
         session.given.clear()
         session.given.update(before)
         session.start = replace(session.start, model=model)
+        session.on_answer(session.given)
     else:
-        _say_what_followed(session, former, usual)
+        _say_what_followed(session, former, asked)
+
+
+def _ask_and_follow(session: Conversation, question: Question, usual: set[str]) -> None:
+    """Asks one question; then the others in `usual` get the default that they have with this answer. Raises Back."""
+    ask(session, question)
+    usual.discard(question.key)
+    _follow(session, usual)
+    session.on_answer(session.given)
 
 
 def read_model(session: Conversation) -> str:
@@ -135,9 +143,10 @@ def _follow(session: Conversation, usual: set[str]) -> None:
             session.given[question.key] = question.default(situation).value
 
 
-def _say_what_followed(session: Conversation, former: Mapping[str, Any], usual: set[str]) -> None:
+def _say_what_followed(session: Conversation, former: Mapping[str, Any], asked: set[str]) -> None:
+    """Names the answers that changed without being asked: defaults, and what is not possible any more."""
     for question, situation in session.walk():
-        if question.key not in usual or question.key not in former or not question.applies(situation):
+        if question.key in asked or not (question.key in former.keys() & session.given and question.applies(situation)):
             continue
         value = answer_of(question, situation, session.given)
         if value != former[question.key]:
@@ -173,7 +182,6 @@ def ask(session: Conversation, question: Question) -> None:
     session.prompter.say(f"  {question.name}: {shown(question, situation, value)}" + (f" ({note})" if note else ""))
     if question.key == "details" and value == "suggested":
         _forget_details(session)
-    session.on_answer(session.given)
     return None
 
 
