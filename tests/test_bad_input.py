@@ -257,8 +257,9 @@ def test_migrate_changes_the_line_that_python_means_and_no_line_end(tmp_path, be
 )
 def test_a_damaged_draft_is_no_draft(tmp_path, monkeypatch, text):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    draft.path().parent.mkdir()
-    draft.path().write_text(text.replace('"T"', json.dumps(str(tmp_path / "shardkit.yaml"))))
+    place = draft.path(tmp_path / "shardkit.yaml")
+    place.parent.mkdir(parents=True)
+    place.write_text(text.replace('"T"', json.dumps(str(tmp_path / "shardkit.yaml"))))
     assert draft.find(tmp_path / "shardkit.yaml") is None
     draft.keep(tmp_path / "shardkit.yaml", {"model": None, "machines": 2, "names": ["A"]})
     assert draft.find(tmp_path / "shardkit.yaml").text(time.time()) == "3 answers, just now"

@@ -264,7 +264,7 @@ def test_a_user_without_a_home_folder_writes_a_configuration(tmp_path, monkeypat
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     draft.keep(tmp_path / "shardkit.yaml", {"mixed_precision": "bf16"})
     assert draft.find(tmp_path / "shardkit.yaml") is None
-    draft.discard()
+    draft.discard(tmp_path / "shardkit.yaml")
     monkeypatch.setenv("HF_HOME", "x" * 300)  # a place that cannot be looked at, as the home folder of another user
     assert files.accelerates_own() is None
     monkeypatch.chdir(tmp_path)

@@ -449,6 +449,14 @@ def test_ctrl_c_writes_nothing_and_the_next_run_resumes(folder, capsys):
     assert talk(ENTER + STOP) == 130
 
 
+def test_the_answers_for_another_file_are_kept(folder):
+    assert talk(ENTER * 2 + "4" + ENTER + STOP) == 130
+    assert talk(ENTER * 7, output=Path("other.yaml")) == 0
+    assert talk(ENTER + ENTER * 4) == 0
+    assert saved(folder)["num_processes"] == 4
+    assert list((folder.parent / "state" / "shardkit" / "drafts").iterdir()) == []
+
+
 def test_a_resumed_run_can_start_fresh(folder):
     assert talk(ENTER * 2 + "4" + ENTER + STOP) == 130
     assert talk("2" + ENTER + ENTER * 7) == 0

@@ -1,8 +1,10 @@
-"""Unsaved answers: stored when the wizard is stopped, offered when it starts again."""
+"""Unsaved answers: stored when the wizard is stopped, offered when it starts again for the same file."""
 
 import contextlib
+import hashlib
 import json
 import math
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,28 +30,30 @@ class Draft:
         return f"{count}, {'just now' if minutes < 1 else ago}"
 
 
-def path() -> Path:
-    """The path of the draft. Raises OSError where there is no home folder."""
+def path(target: Path) -> Path:
+    """The path of the draft for that file. Raises OSError where there is no home folder."""
     folder = env.users_folder("XDG_STATE_HOME", ".local/state")
     if folder is None:
         raise FileNotFoundError("there is no home folder")
-    return folder / "shardkit" / "draft.json"
+    name = hashlib.sha256(os.fsencode(target.resolve())).hexdigest()[:16]
+    return folder / "shardkit" / "drafts" / f"{name}.json"
 
 
 def keep(target: Path, given: dict[str, Any]) -> None:
     """Stores the answers; errors are ignored, since a draft is a convenience."""
     data = {"target": str(target.resolve()), "given": given, "time_s": time.time()}
     with contextlib.suppress(OSError):
-        path().parent.mkdir(parents=True, exist_ok=True)
-        temporary = path().with_suffix(".tmp")
+        kept = path(target)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        temporary = kept.with_suffix(".tmp")
         temporary.write_text(json.dumps(data))
-        temporary.replace(path())
+        temporary.replace(kept)
 
 
 def find(target: Path) -> Draft | None:
     """The draft for that file; None if there is none or it cannot be read."""
     try:
-        data = json.loads(path().read_text())
+        data = json.loads(path(target).read_text())
         draft = Draft(str(data["target"]), dict(data["given"]), float(data["time_s"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
@@ -65,7 +69,7 @@ def _is_answer(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def discard() -> None:
-    """Deletes the draft."""
+def discard(target: Path) -> None:
+    """Deletes the draft for that file."""
     with contextlib.suppress(OSError):
-        path().unlink(missing_ok=True)
+        path(target).unlink(missing_ok=True)

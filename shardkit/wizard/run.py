@@ -87,7 +87,7 @@ def converse(options: WizardOptions, prompter: Prompter, hardware: Hardware | No
         more = "; the next run offers to resume" if draft.find(path) else ""
         print(f"Nothing was written{more}.", file=sys.stderr)
         return 0
-    draft.discard()
+    draft.discard(path)
     _say_what_next(session, options, saved)
     return 0
 
@@ -171,7 +171,7 @@ def _resumed(prompter: Prompter, path: Path) -> dict[str, Any]:
     options = (Option(True, "resume", found.text(time.time())), Option(False, "start over", "discards these answers"))
     if _choose(prompter, Prompt("The last run was stopped before saving. Resume?"), options, True):
         return found.given
-    draft.discard()
+    draft.discard(path)
     return {}
 
 
