@@ -123,6 +123,7 @@ def test_from_an_accelerate_file_with_an_account_and_in_place_with_comments_kept
             ["--defaults", "--user", "-o", "x"],
             "config: --user and --output exclude each other (got both); give one of them.",
         ),
+        (["--user", "-o", "x"], "config: --user and --output exclude each other (got both); give one of them."),
     ],
 )
 def test_wrong_flags_are_named_in_one_line(capsys, words, message):

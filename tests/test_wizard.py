@@ -478,6 +478,14 @@ def test_the_user_file_goes_to_the_user_folder_only_when_asked(folder):
 # --- the command that gives the same file ---
 
 
+def test_the_printed_command_writes_the_file_that_was_saved(folder, capsys):
+    """Of a user's file that was saved elsewhere it named --user, which would have written the other one."""
+    assert talk_plainly([""] * 6 + ["another", "other.yaml", "save"], user=True) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("-o other.yaml --force")
+    assert talk_plainly([""] * 6 + ["save"], user=True) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("--force --user")
+
+
 @pytest.mark.parametrize("model", [None, SMALL_GPT])
 def test_the_printed_command_gives_the_same_file(folder, capsys, model):
     asked = ["several", "2", "node-a", "", "4", "fp16", "HYBRID_SHARD", ""]

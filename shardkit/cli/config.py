@@ -48,6 +48,8 @@ def config(
         return 0
     if source and template:
         raise UsageError("config: --from and --template exclude each other (got both); give one of them.")
+    if user and output:
+        raise UsageError("config: --user and --output exclude each other (got both); give one of them.")
     if defaults or settings or source or template:
         target = _target(output, user)
         start, note = _start(source, template, _settings(settings))
@@ -237,8 +239,6 @@ def _report(conversion: "Conversion", drop: bool) -> None:
 def _target(output: Path | None, user: bool) -> Path:
     from shardkit.config.files import user_path
 
-    if user and output:
-        raise UsageError("config: --user and --output exclude each other (got both); give one of them.")
     return user_path() if user else output or Path("shardkit.yaml")
 
 

@@ -238,6 +238,7 @@ def _say_what_next(session: Conversation, options: WizardOptions, saved: Target)
         print("\n".join(lines))
         if meaning := commands.meanings(lines):
             session.prompter.say(meaning)
-    usual = options.user or saved.path == options.folder / "shardkit.yaml"
-    again = command_for(to_config(situation), model, None if usual else saved.path, options.user)
+    of_user = files.is_users(saved.path)
+    usual = of_user or saved.path == options.folder / "shardkit.yaml"
+    again = command_for(to_config(situation), model, None if usual else saved.path, of_user)
     print(f"The same without questions:\n{again}", file=sys.stderr if saved.dry_run else sys.stdout)
