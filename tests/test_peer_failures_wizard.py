@@ -239,7 +239,7 @@ def test_10_numbers_begin_at_one_and_every_choice_has_one(folder):
 
 
 def test_11_tpu_answers_are_real_booleans_and_no_empty_strings(folder):
-    pod = ["", "tpu", "4", "", "y", "", "", ""]
+    pod = ["", "tpu", "y", "2", "", "", "4", "", "", "", ""]
     assert talk_plainly([*pod, "advanced", "tpu use sudo", "no", "tpu env", "", "tpu vm", "none", "done", "save"]) == 0
     written = saved(folder)
     assert not written.get("tpu_use_sudo")

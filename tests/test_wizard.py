@@ -110,14 +110,29 @@ def test_a_slurm_job_is_recognised(folder):
 
 @pytest.mark.requirement("A10")
 def test_a_tpu_pod_has_its_keys_and_none_of_fsdps(folder):
-    asked = ["", "tpu", "4", "", "yes", "my-pod", "us-central1-a", ""]
+    asked = ["", "tpu", "yes", "2", "10.0.0.2", "", "4", "", "my-pod", "us-central1-a", ""]
     wanted = ["advanced", "downcast", "y", "tpu env", "A=1, B=2", "commands", "ls -l; echo a", "done", "save"]
     assert talk_plainly([*asked, *wanted]) == 0
     written = saved(folder)
-    assert written["distributed_type"] == "XLA" and written["xla"] is True and written["num_processes"] == 4
+    assert written["distributed_type"] == "XLA" and written["xla"] is True
+    assert (written["num_machines"], written["num_processes"], written["main_process_ip"]) == (2, 8, "10.0.0.2")
     assert written["tpu_use_cluster"] is True and written["tpu_name"] == "my-pod" and written["downcast_bf16"] is True
     assert (written["tpu_env"], written["commands"]) == (["A=1", "B=2"], ["ls -l", "echo a"])
     assert "fsdp_config" not in written
+
+
+@pytest.mark.parametrize(("address", "name"), [("10.0.0.2", "my-pod"), ("none", "none")])
+def test_a_tpu_pod_is_started_on_all_its_machines_by_the_printed_command(folder, capsys, address, name):
+    """The number of its machines was not asked for: the launch started one of them."""
+    (folder / "train.py").write_text("")
+    assert talk_plainly(["", "tpu", "yes", "2", address, "", "4", "", name, "none", "", "save"]) == 0
+    (command,) = re.findall("^Run it: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert run([*shlex.split(command)[1:-1], "--dry-run", "train.py"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gcloud ")]
+    expected = "TPU_NAME" if name == "none" else name
+    assert [line.split("--command")[0] for line in lines] == [
+        f"gcloud compute tpus tpu-vm ssh {expected} --worker {number} " for number in range(2)
+    ]
 
 
 # --- advanced ---

@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 
 from shardkit.config.command import config_flag
+from shardkit.wizard.conditions import pod
 from shardkit.wizard.situation import SLURM, Situation
 
 SCRIPT = "SCRIPT.py"
@@ -11,6 +12,7 @@ SCRIPT = "SCRIPT.py"
 PLACEHOLDERS = {
     SCRIPT: "your training script",
     "HOST": "the address of machine 0",
+    "TPU_NAME": "the name of the TPU",
     " N": "the machine's number, from 0",
     "MODULE:FUNCTION": "a function that returns your model",
 }
@@ -31,18 +33,21 @@ def meanings(lines: list[str]) -> str:
 
 
 def _launches(s: Situation, path: Path) -> list[tuple[str, str]]:
-    """The launch commands: on one machine, on each of several, under SLURM."""
+    """The launch commands: on one machine, on each of several, under SLURM, for a TPU pod."""
     script = shlex.quote(training_script(s.folder))
 
     def launch(*flags: str) -> str:
         return " ".join(["shardkit", f"launch{config_flag(path)}", *flags, script])
 
-    if s.machines == 1:
+    if s.machines == 1 and not pod(s):
         return [("Run it", launch())]
     if s.where == SLURM:
         gpus = [] if s.on_cpu else [f"--gpus-per-node={s.per_machine}"]
         return [("Run it", " ".join(["srun", f"--nodes={s.machines}", "--ntasks-per-node=1", *gpus, launch()]))]
-    main = [] if s.answers.get("address") else ["--main HOST"]
+    main = [] if s.answers.get("address") or s.machines == 1 else ["--main HOST"]
+    if pod(s):
+        is_named = s.answers.get("tpu_name") or s.answers.get("tpu_vm")
+        return [("Run it", launch(*main, *([] if is_named else ["--set tpu_name=TPU_NAME"])))]
     if s.machines <= MOST_LINES:
         return [(f"Run it on machine {n}", launch(*main, f"--machine-rank {n}")) for n in range(s.machines)]
     return [("Run it on every machine", launch(*main, "--machine-rank N"))]

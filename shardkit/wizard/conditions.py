@@ -17,7 +17,12 @@ def may_be_elastic(s: Situation) -> bool:
 
 def counts_machines(s: Situation) -> bool:
     """There may be more than one machine."""
-    return s.where in {SEVERAL, SLURM} or (s.on_tpu and s.base.num_machines > 1)
+    return s.where in {SEVERAL, SLURM} or pod(s) or (s.on_tpu and s.base.num_machines > 1)
+
+
+def launches_on_each(s: Situation) -> bool:
+    """Several machines, on each of which the launch command is run; a pod's are started by one."""
+    return several(s) and not pod(s)
 
 
 def machines_are_asked(s: Situation) -> bool:

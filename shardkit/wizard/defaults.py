@@ -4,7 +4,7 @@ from socket import gethostname
 
 from shardkit.config.schema import ShardingStrategy
 from shardkit.wizard import numbers
-from shardkit.wizard.conditions import gpu_without_bf16, why_not
+from shardkit.wizard.conditions import gpu_without_bf16, pod, why_not
 from shardkit.wizard.question import Default
 from shardkit.wizard.situation import ELSEWHERE, HERE, SEVERAL, SLURM, Situation
 
@@ -26,6 +26,8 @@ def address(s: Situation) -> Default:
         return Default(s.hardware.scheduler.main_address, "the first machine of this job")
     if s.where == SLURM:
         return Default(None, "the launch reads it from the SLURM job")
+    if pod(s):
+        return Default(None, "it is an address inside the pod")
     return Default(gethostname(), "this machine, which must then be machine 0")
 
 

@@ -32,6 +32,15 @@ QUESTIONS: tuple[Question, ...] = (
         "SLURM: srun runs it once on each machine.",
     ),
     Question(
+        key="tpu_use_cluster",
+        title="Is it a TPU pod (several TPU machines)?",
+        kind="choose",
+        options=yes_no("the launch starts all of its machines, with gcloud", "one TPU machine"),
+        default=always(False, "the usual case"),
+        applies=conditions.tpu,
+        when="TPU",
+    ),
+    Question(
         key="num_machines",
         title="How many machines?",
         default=defaults.machines,
@@ -39,7 +48,7 @@ QUESTIONS: tuple[Question, ...] = (
         applies=conditions.counts_machines,
         asked=conditions.machines_are_asked,
         label="machines",
-        when="several machines, SLURM",
+        when="several machines, SLURM, TPU pod",
     ),
     Question(
         key="address",
@@ -48,7 +57,7 @@ QUESTIONS: tuple[Question, ...] = (
         check=readers.address,
         applies=conditions.several,
         label="address of machine 0",
-        when="several machines",
+        when="several machines, TPU pod",
         help_text="The other machines connect to it. Without a port, 29500. At launch: --main HOST:PORT.",
     ),
     Question(
@@ -139,15 +148,6 @@ QUESTIONS: tuple[Question, ...] = (
         when="strategies 1, 2, 4, 5",
         help_text="`one by one` asks for CPU offload, wrapping, the block classes or the minimum unit size, backward "
         "and forward prefetch, the state dict type and activation checkpointing.",
-    ),
-    Question(
-        key="tpu_use_cluster",
-        title="Is it a TPU pod (several TPU machines)?",
-        kind="choose",
-        options=yes_no("name, zone and commands follow", "one TPU machine"),
-        default=always(False, "the usual case"),
-        applies=conditions.tpu,
-        when="TPU",
     ),
     Question(
         key="tpu_name",
@@ -338,7 +338,7 @@ QUESTIONS: tuple[Question, ...] = (
         title="Rank of this machine, from 0? (launch: set by --machine-rank)",
         default=always(0, "set at launch, so that all machines share one file"),
         check=readers.machine_rank,
-        applies=conditions.several,
+        applies=conditions.launches_on_each,
         asked=conditions.never,
         when="advanced; several machines",
     ),
