@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import subprocess
 import sys
 from datetime import timedelta
 from importlib import import_module, metadata
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit import bars
+from shardkit.cli.main import run
 from shardkit.compat import Accelerator, migrate, modules, names, scan
 from shardkit.compat.differences import DIFFERENCES, choices
 from shardkit.compat.handlers import DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs
@@ -713,6 +715,40 @@ def test_migrate_changes_the_imports_and_nothing_else(tmp_path):
         migrate.migrated("accelerate launch \\\n  train.py\n", "run.sh")
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("import accelerate_extra, accelerate", "import accelerate_extra, shardkit.compat as accelerate"),
+        ("import accelerate, accelerate.utils, os", "import {0}, {0}, os".format("shardkit.compat as accelerate")),
+        ("import accelerate; import accelerate", "import {0}; import {0}".format("shardkit.compat as accelerate")),
+        ("from  accelerate  import gather", "from  shardkit.compat  import gather"),
+        ("text = 'éééééééééé'; import accelerate.utils as a", "text = 'éééééééééé'; import shardkit.compat.utils as a"),
+        ("\ufefffrom accelerate import gather", "\ufefffrom shardkit.compat import gather"),
+    ],
+)
+def test_migrate_changes_every_import_of_a_line(old, new):
+    assert migrate.migrated(f"{old}\n") == f"{new}\n"
+
+
+def test_a_diff_of_a_last_line_without_an_end_is_one_for_patch(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import os\nfrom accelerate import gather")
+    change, _ = migrate.diff(script)
+    patch = ["patch", "--quiet", str(script)]
+    subprocess.run(patch, input=change, text=True, check=True)
+    assert script.read_text() == "import os\nfrom shardkit.compat import gather"
+
+
+def test_migrate_changes_all_scripts_or_none(tmp_path, capsys):
+    (tmp_path / "a.py").write_text("import accelerate\n")
+    (tmp_path / "b.ipynb").write_text('{"cells": [{"source": ["import accelerate"], "execution_count": null}]}')
+    assert run(["migrate", "--write", *(str(tmp_path / name) for name in ("a.py", "b.ipynb", "c.py"))]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and (tmp_path / "a.py").read_text() == "import accelerate\n"
+    assert "b.ipynb: only Python scripts are changed (got a notebook); in its cells, write" in error
+    assert "c.py: cannot be read" in error and error.endswith("2 errors. Nothing was changed.\n")
+
+
 LENGTH = """\
 def main():
     steps = args.epochs * math.ceil(len(train) / args.window)
@@ -752,6 +788,9 @@ def test_scan_says_what_stands_in_what_is_refused_and_what_means_another_thing()
     assert [one.place for one in found.missing] == ["train.py:10"]
     assert [one.place for one in found.remarks] == ["train.py:8", "train.py:9"]
     assert "3 not supported, 1 unknown" in scan.report(found)
+    assert scan.scan_text(f"\ufeff{SCRIPT}", "train.py") == found, "with a byte order mark, too"
+    (missing,) = scan.scan_text("import accelerate.checkpointing", "train.py").missing
+    assert missing.name == "checkpointing"
     assert scan.report(scan.scan_text("import torch", "a.py")).startswith("The script uses no name of accelerate")
 
 

@@ -18,9 +18,14 @@ def migrate(
     """Print a diff that makes SCRIPT run on shardkit, and remarks on differences that the diff does not solve."""
     from shardkit.compat import migrate as change
     from shardkit.config import files
+    from shardkit.problems import Problems
 
-    for path in scripts:
-        text, found = change.diff(path)
+    problems = Problems()
+    changes = {path: problems.of(change.diff, path) for path in scripts}
+    problems.raise_all("Nothing was changed." if write else "")
+    for path, one in changes.items():
+        assert one is not None
+        text, found = one
         typer.echo(text or f"{path}: does not import accelerate; nothing to change.", nl=not text)
         for line in change.remarks(found):
             typer.echo(line, err=True)

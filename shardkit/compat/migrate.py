@@ -3,21 +3,27 @@
 import ast
 import difflib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardkit.compat import scan
 from shardkit.compat.scan import Found
 from shardkit.errors import UsageError
 
-BYTE_ORDER_MARK = "\ufeff"
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 """A line as Python counts them, with its end: `str.splitlines` also splits at form feeds and Unicode separators."""
 
 
 def migrated(text: str, file: str = "script.py") -> str:
     """The text with only its imports changed. Raises UsageError if it is not valid Python."""
+    if file.endswith(".ipynb"):  # JSON, which is valid Python
+        raise UsageError(
+            f"migrate: {file}: only Python scripts are changed (got a notebook); in its cells, write `shardkit.compat` "
+            "for `accelerate` in imports."
+        )
+    mark, text = text[: text.startswith(scan.BYTE_ORDER_MARK)], text.removeprefix(scan.BYTE_ORDER_MARK)
     try:
-        tree = ast.parse(text.removeprefix(BYTE_ORDER_MARK))
+        tree = ast.parse(text)
     except SyntaxError as error:
         if "accelerate launch" in text:
             raise UsageError(
@@ -30,39 +36,38 @@ def migrated(text: str, file: str = "script.py") -> str:
     except (ValueError, *scan.TOO_DEEP):
         raise UsageError(f"migrate: {file}: Python cannot read it (nested too deeply); correct the file.") from None
     lines = _LINE.findall(text)
+    # From the end of the file, so that the places of the others stay.
+    for node, old, new in sorted(_changes(tree), key=lambda one: (one[0].lineno, one[0].col_offset), reverse=True):
+        _replace(lines, node, old, new)
+    return mark + "".join(lines)
+
+
+def _changes(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.alias, str, str]]:
+    """(where, the module of Accelerate there, what replaces it) of all imports. The names that the script uses stay the
+    same: `import accelerate.utils` binds accelerate, and the submodules of shardkit.compat need no import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             if scan.below_accelerate(node.module) is not None:
-                _replace(lines, node, f"from {node.module}", f"from {_ours(node.module)}")
+                yield node, node.module, _ours(node.module)
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if scan.below_accelerate(alias.name) is not None:
-                    _replace_import(lines, node, alias)
-    return "".join(lines)
+                    yield alias, alias.name, _ours(alias.name) if alias.asname else "shardkit.compat as accelerate"
 
 
 def _ours(module: str) -> str:
     return module.replace("accelerate", "shardkit.compat", 1)
 
 
-def _replace_import(lines: list[str], node: ast.Import, alias: ast.alias) -> None:
-    """Rewrites one alias of an `import` statement, so that the name that the script uses stays the same."""
-    if alias.asname:
-        _replace(lines, node, alias.name, _ours(alias.name))
-    elif alias.name == "accelerate":
-        _replace(lines, node, "accelerate", "shardkit.compat as accelerate")
-    else:  # `import accelerate.utils` binds accelerate; the submodules of shardkit.compat need no import
-        _replace(lines, node, alias.name, "shardkit.compat as accelerate")
-
-
-def _replace(lines: list[str], node: ast.stmt, old: str, new: str) -> None:
-    """Replaces the first occurrence of `old` in the lines of the statement."""
+def _replace(lines: list[str], node: ast.stmt | ast.alias, old: str, new: str) -> None:
+    """Replaces `old`, the first such word of the node, in the lines of the file."""
     end = node.end_lineno or node.lineno
     for number in range(node.lineno - 1, end):
+        line = lines[number].encode()  # Python counts columns in bytes
         start = node.col_offset if number == node.lineno - 1 else 0
-        head, tail = lines[number][:start], lines[number][start:]
-        if old in tail and new not in tail:
-            lines[number] = head + tail.replace(old, new, 1)
+        changed = re.sub(rf"\b{re.escape(old)}\b", new, line[start:].decode(), count=1)
+        if changed.encode() != line[start:]:
+            lines[number] = line[:start].decode() + changed
             return
 
 
@@ -81,7 +86,8 @@ def diff(path: Path) -> tuple[str, Found]:
     text = source(path)
     new = migrated(text, str(path))
     change = difflib.unified_diff(_LINE.findall(text), _LINE.findall(new), str(path), f"{path} on shardkit")
-    return "".join(change), scan.scan_text(text, path.name)
+    whole = (line if line.endswith(("\n", "\r")) else f"{line}\n\\ No newline at end of file\n" for line in change)
+    return "".join(whole), scan.scan_text(text, path.name)
 
 
 def remarks(found: Found) -> list[str]:

@@ -14,6 +14,7 @@ from shardkit.compat.members import ARGUMENTS, MEMBERS
 from shardkit.launch import preloaded
 from shardkit.wording import counted
 
+BYTE_ORDER_MARK = "\ufeff"
 TOO_DEEP = (RecursionError, MemoryError)
 """Errors of Python's parser, and of a walk over its tree, for expressions that are nested too deeply."""
 
@@ -61,7 +62,7 @@ def scan_script(script: str, is_module: bool = False) -> Found:
 def scan_text(text: str, file: str) -> Found:
     """The names in one file; none if Python cannot read it, which running it reports."""
     try:
-        tree = ast.parse(text)
+        tree = ast.parse(text.removeprefix(BYTE_ORDER_MARK))
         return _found_in(tree, file)
     except (SyntaxError, ValueError, *TOO_DEEP):
         return Found()
@@ -110,8 +111,10 @@ def _imported(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 below = below_accelerate(alias.name)
-                if below is not None:
-                    bound[alias.asname or "accelerate"] = below if alias.asname else ""
+                if below is None:
+                    continue
+                bound[alias.asname or "accelerate"] = below if alias.asname else ""
+                yield from _chain("", below.split(".") if below else [], node.lineno)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (dotted := _dotted(node)):
             first, *rest = dotted
