@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from datetime import timedelta
+from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from shardkit import bars
 from shardkit.cli.main import run
@@ -219,7 +222,25 @@ def test_what_plugins_say_has_names_of_ours():
         assert quiet.shardkit_settings() == {}
 
 
+def test_a_policy_with_its_block_classes_or_its_size_is_read_whole(clean_states):
+    by_class = partial(transformer_auto_wrap_policy, transformer_layer_cls={torch.nn.Linear, torch.nn.LSTM})
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy=by_class)
+    assert Accelerator(cpu=True, fsdp_plugin=plugin).config.fsdp.transformer_layer_cls_to_wrap == ["LSTM", "Linear"]
+    by_size = partial(size_based_auto_wrap_policy, min_num_params=2000)
+    for size in ({}, {"min_num_params": 3000}):
+        plugin = FullyShardedDataParallelPlugin(auto_wrap_policy=by_size, **size)
+        found = Accelerator(cpu=True, fsdp_plugin=plugin).config.fsdp
+        assert found.auto_wrap_policy == "SIZE_BASED_WRAP"
+        assert found.min_num_params == size.get("min_num_params", 2000)
+
+
 def test_what_plugins_cannot_say_is_refused_with_all_problems_at_once():
+    policy = MixedPrecision(param_dtype=torch.float64)
+    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy, auto_wrap_policy="blocks")
+    with pytest.raises(UsageError, match=r"(?s)\(got param_dtype=float64\).*\(got 'BLOCKS'\); use one of TRANS"):
+        plugin.shardkit_settings()
+    with pytest.raises(UsageError, match=r"set_state_dict_type: is not one of the choices \(got 'HALF'\); use one of"):
+        plugin.set_state_dict_type("half")
     with pytest.raises(UsageError, match=r"(?s)ignored_modules: module objects.*param_init_fn: .*remove it"):
         FullyShardedDataParallelPlugin(param_init_fn=print, ignored_modules=[]).shardkit_settings()
     with pytest.raises(UsageError, match=r"got tp_size=2\); use dp_replicate_size and dp_shard_size"):

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from enum import Enum
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -93,7 +94,7 @@ class FullyShardedDataParallelPlugin:
                 continue
             try:
                 given |= self._setting(one.name, value)
-            except (UsageError, ValueError) as error:
+            except UsageError as error:
                 problems.append(f"FullyShardedDataParallelPlugin: {one.name}: {error}")
         if problems:
             raise UsageError("\n".join(problems))
@@ -103,6 +104,8 @@ class FullyShardedDataParallelPlugin:
         """One field as settings."""
         if name == "mixed_precision_policy":
             return _precision(value)
+        if name == "auto_wrap_policy":
+            return _wrap(value)
         if name in ("fsdp_version", "state_dict_config", "optim_state_dict_config"):
             return {}  # FSDP2 is always used, and a full state dict is always in host memory on rank 0
         if name == "activation_checkpointing_offload":
@@ -116,7 +119,8 @@ class FullyShardedDataParallelPlugin:
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Set the state dict type that the Trainer and save_state write."""
         if state_dict_type is not None:
-            self.state_dict_type = StateDictType(read_name(_name(state_dict_type)))
+            name = read_name(_name(state_dict_type))
+            self.state_dict_type = _member(StateDictType, name, "set_state_dict_type: ")
         if self.on_state_dict_type is not None:
             self.on_state_dict_type(self.state_dict_type)
 
@@ -147,27 +151,39 @@ _INSTEAD = {
 }
 
 
-def _strategy(value: Any) -> str:
-    return ShardingStrategy(read_strategy(_name(value))).value
+Choice = TypeVar("Choice", bound=Enum)
 
 
-def _prefetch(value: Any) -> str:
-    return BackwardPrefetch(read_prefetch(_name(value))).value
+def _member(kind: type[Choice], value: Any, where: str = "") -> Choice:
+    try:
+        return kind(value)
+    except ValueError:
+        choices = ", ".join(one.value for one in kind)
+        raise UsageError(f"{where}is not one of the choices (got {value!r}); use one of {choices}.") from None
 
 
-def _wrap(value: Any) -> str:
-    """The policy for a name, or for one of torch's wrap policy functions of FSDP1."""
+_FUNCTIONS = {
+    "transformer_auto_wrap_policy": WrapPolicy.TRANSFORMER_BASED_WRAP,
+    "size_based_auto_wrap_policy": WrapPolicy.SIZE_BASED_WRAP,
+}
+
+
+def _wrap(value: Any) -> dict[str, Any]:
+    """The settings of a policy by its name, or of one of torch's wrap policy functions of FSDP1, with the block classes
+    or the size that functools.partial gives it."""
     function = getattr(value, "func", value)
-    if callable(function) and not isinstance(value, (str, WrapPolicy)):
-        known = {
-            "transformer_auto_wrap_policy": WrapPolicy.TRANSFORMER_BASED_WRAP,
-            "size_based_auto_wrap_policy": WrapPolicy.SIZE_BASED_WRAP,
-        }
-        name = getattr(function, "__name__", type(function).__name__)
-        if name not in known:
-            raise UsageError(f"functions are not supported as wrap policy (got {name}); give the block classes.")
-        return known[name].value
-    return WrapPolicy(read_name(value)).value
+    if not callable(function) or isinstance(value, (str, WrapPolicy)):
+        return {f"fsdp_config.{_NAME_OF['auto_wrap_policy']}": _member(WrapPolicy, read_name(value)).value}
+    name = getattr(function, "__name__", type(function).__name__)
+    if name not in _FUNCTIONS:
+        raise UsageError(f"functions are not supported as wrap policy (got {name}); give the block classes.")
+    given: dict[str, Any] = {"auto_wrap_policy": _FUNCTIONS[name].value}
+    arguments = getattr(value, "keywords", {})
+    if classes := arguments.get("transformer_layer_cls"):
+        given["transformer_cls_names_to_wrap"] = sorted(one.__name__ for one in classes)
+    if "min_num_params" in arguments:
+        given["min_num_params"] = arguments["min_num_params"]
+    return {f"fsdp_config.{_NAME_OF[key]}": setting for key, setting in given.items()}
 
 
 def _offload(value: Any) -> bool:
@@ -178,7 +194,7 @@ def _offload(value: Any) -> bool:
 def _ignored(value: Any) -> str:
     if not isinstance(value, str):
         raise UsageError(
-            f"module objects are not supported (got a {type(value).__name__}); give a regular expression for names"
+            f"module objects are not supported (got a {type(value).__name__}); give a regular expression for names."
         )
     return value
 
@@ -188,21 +204,19 @@ def _precision(policy: Any) -> dict[str, Any]:
     if isinstance(policy, str):
         return {"mixed_precision": policy}
     parts = policy if isinstance(policy, dict) else {name: getattr(policy, name, None) for name in _POLICY}
-    return {
-        f"shardkit.precision.{name}": DTYPES[str(value).removeprefix("torch.")]
-        for name, value in parts.items()
-        if value is not None and name in _POLICY
-    }
+    names = {name: str(parts[name]).removeprefix("torch.") for name in _POLICY if parts.get(name) is not None}
+    if unknown := [f"{name}={dtype}" for name, dtype in names.items() if dtype not in DTYPES]:
+        raise UsageError(f"is float32, bfloat16 or float16 (got {', '.join(unknown)}); use one of them.")
+    return {f"shardkit.precision.{name}": DTYPES[dtype] for name, dtype in names.items()}
 
 
 _POLICY = ("param_dtype", "reduce_dtype", "output_dtype")
 _READ: dict[str, Callable[[Any], Any]] = {
-    "sharding_strategy": _strategy,
-    "backward_prefetch": _prefetch,
-    "auto_wrap_policy": _wrap,
+    "sharding_strategy": lambda value: _member(ShardingStrategy, read_strategy(_name(value))).value,
+    "backward_prefetch": lambda value: _member(BackwardPrefetch, read_prefetch(_name(value))).value,
     "cpu_offload": _offload,
     "ignored_modules": _ignored,
-    "state_dict_type": lambda value: StateDictType(read_name(_name(value))).value,
+    "state_dict_type": lambda value: _member(StateDictType, read_name(_name(value))).value,
 }
 
 
