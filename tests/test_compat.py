@@ -566,6 +566,16 @@ def test_the_autocast_context_of_an_fp8_run_is_bf16(clean_states):
         assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
 
 
+def test_a_model_is_unwrapped_from_its_mixed_precision_where_that_is_asked_for(clean_states):
+    accelerator = Accelerator(config={"distributed_type": "NO", "use_cpu": True}, mixed_precision="bf16")
+    model, seen = torch.nn.Sequential(torch.nn.Linear(1, 1)), []
+    model[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    prepared = accelerator.prepare(model)
+    for keeps in (True, False):
+        accelerator.unwrap_model(prepared, keep_fp32_wrapper=keeps)(torch.ones(1, 1))
+    assert seen == [torch.bfloat16, torch.float32]
+
+
 def test_the_facade_takes_accelerates_arguments_in_its_order():
     found = [*inspect.signature(Accelerator.__init__).parameters][1:5]
     assert found == ["device_placement", "split_batches", "mixed_precision", "gradient_accumulation_steps"]

@@ -23,6 +23,7 @@ from shardkit.distributed.collectives import (  # noqa: F401  (used unchanged)
 from shardkit.distributed.tensors import is_dtensor, unwrapped
 from shardkit.errors import UsageError
 from shardkit.runtime import objects
+from shardkit.sharding import precision
 
 
 class CannotPadNestedTensorWarning(UserWarning):
@@ -199,9 +200,12 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """The script's module without DDP's wrapper; without torch.compile's too, unless `keep_torch_compile`."""
+    """The script's module without DDP's wrapper; without torch.compile's too, unless `keep_torch_compile`; without
+    mixed precision in its forward, unless `keep_fp32_wrapper`."""
     compiled = getattr(model, "_orig_mod", None)
     inner = unwrapped(model if compiled is None else compiled)
+    if not keep_fp32_wrapper:
+        precision.restore_forward(inner)
     inside = getattr(inner, "_orig_mod", None)
     if keep_torch_compile:
         return inner if compiled is None or inner is not compiled else model
