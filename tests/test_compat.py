@@ -130,6 +130,12 @@ def test_what_is_skipped_stays_where_it_is_at_any_depth():
     assert send({"a": x}, "meta", skip_keys=["b"])["a"].device.type == "meta"
 
 
+def test_a_structure_is_made_again_with_tensors_without_dims_too():
+    utils, given = import_module("shardkit.compat.utils"), {"loss": torch.tensor(1.0), "x": [torch.ones(2, 3)]}
+    made = utils.initialize_tensors(utils.get_data_structure(given))
+    assert made["loss"].shape == () and made["x"][0].shape == (2, 3)
+
+
 def test_a_function_with_the_name_of_its_module_is_the_function():
     utils = import_module("shardkit.compat.utils")
     assert utils.tqdm is bars.tqdm
@@ -151,6 +157,33 @@ def test_no_table_names_what_is_not_there():
         for name, (ours, inner) in names.places(module).items():
             assert hasattr(import_module(ours), inner), f"{module}.{name}"
         assert not set(names.places(module)) & set(names.refusals(module)), module
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_functions_take_the_arguments_of_accelerates_by_name():
+    real = import_module("accelerate").Accelerator
+    found = {f"Accelerator.{name}": (getattr(Accelerator, name), getattr(real, name, None)) for name in MEMBERS}
+    for module in names.modules():
+        theirs = import_module(f"accelerate.{module}" if module else "accelerate")
+        for name, (ours, inner) in names.places(module).items():
+            found[f"{module}.{name}"] = getattr(import_module(ours), inner), getattr(theirs, name, None)
+    missing = {}
+    for name, (ours, theirs) in found.items():
+        if inspect.isfunction(theirs):
+            taken, theirs = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
+            named = [one.name for one in theirs.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+            takes_any = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+            missing[name] = [] if takes_any else [one for one in named if one not in taken]
+    assert len(missing) > 100 and {name: lost for name, lost in missing.items() if lost} == {}
+
+
+def test_versions_are_compared_without_the_package_packaging(monkeypatch):
+    monkeypatch.setitem(sys.modules, "packaging", None)
+    monkeypatch.setitem(sys.modules, "packaging.version", None)
+    utils = import_module("shardkit.compat.utils")
+    assert utils.is_torch_version(">=", "2.9") and utils.compare_versions("torch", "<", "100")
+    assert not utils.is_bnb_available(min_version="100")
 
 
 def test_standing_in_hides_what_is_installed(monkeypatch):

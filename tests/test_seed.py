@@ -38,6 +38,16 @@ def test_issue_9_3_the_largest_seed_may_still_differ_by_rank(monkeypatch):
     assert torch.initial_seed() == 2
 
 
+def test_deterministic_algorithms_are_used_where_that_is_asked_for():
+    set_seed(5)
+    assert not torch.are_deterministic_algorithms_enabled()
+    set_seed(5, deterministic=True)
+    try:
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_another_bit_generator_of_numpy_is_told_and_not_saved():
     found = numpy.random.get_bit_generator()
     numpy.random.set_bit_generator(numpy.random.PCG64(1))

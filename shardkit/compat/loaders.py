@@ -8,7 +8,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from shardkit.compat.states import PartialState
 from shardkit.data import loader as data
-from shardkit.data import skipping
 from shardkit.data.loader import PreparedLoader
 
 
@@ -25,11 +24,6 @@ class DataLoaderShard(metaclass=_Prepared):
 
 class DataLoaderDispatcher(metaclass=_Prepared):
     """Accelerate's name for a prepared loader, for isinstance checks."""
-
-
-def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """The loader, whose next iteration skips the first `num_batches` batches of its epoch."""
-    return skipping.skip_first_batches(dataloader, num_batches)
 
 
 def prepare_data_loader(

@@ -11,7 +11,7 @@ from typing import Any
 from shardkit import env
 
 _PACKAGES = {
-    "4bit_bnb": "bitsandbytes", "8bit_bnb": "bitsandbytes", "aim": "aim", "bnb": "bitsandbytes", "boto3": "boto3",
+    "4bit_bnb": "bitsandbytes", "8bit_bnb": "bitsandbytes", "aim": "aim", "boto3": "boto3",
     "clearml": "clearml", "comet_ml": "comet_ml", "datasets": "datasets", "dvclive": "dvclive",
     "lomo": "lomo_optim", "matplotlib": "matplotlib", "mlflow": "mlflow", "pandas": "pandas",
     "peft": "peft", "pynvml": "pynvml", "pytest": "pytest", "rich": "rich", "sagemaker": "sagemaker",
@@ -38,6 +38,12 @@ def is_package_there(name: str) -> bool:
 
 def _tensorboard() -> bool:
     return is_package_there("tensorboard") or is_package_there("tensorboardX")
+
+
+def _bnb(min_version: str | None = None) -> bool:
+    return is_package_there("bitsandbytes") and (
+        min_version is None or compare_versions("bitsandbytes", ">=", min_version)
+    )
 
 
 def _bf16(ignore_tpu: bool = False) -> bool:
@@ -69,6 +75,7 @@ _ASKED: dict[str, Callable[..., bool]] = {
         f"is_{name}_available": lambda *_, found=package: is_package_there(found) for name, package in _PACKAGES.items()
     },
     **{f"is_{name}_available": lambda *_, **__: False for name in _NEVER},
+    "is_bnb_available": _bnb,
     "is_tensorboard_available": _tensorboard,
     "is_bf16_available": _bf16,
     "is_fp16_available": _cuda,
@@ -101,20 +108,19 @@ _COMPARED = {
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
     """Compare the version of a package, given by its name or as a version: `compare_versions("torch", ">=", "2.0")`."""
-    from packaging.version import parse
+    from torch.torch_version import Version  # the package packaging may not be installed
 
-    found = library_or_version
-    if isinstance(found, str):
-        found = parse(importlib.metadata.version(found))
-    return _COMPARED[operation](found, parse(requirement_version))
+    is_name = isinstance(library_or_version, str)
+    found = importlib.metadata.version(library_or_version) if is_name else library_or_version
+    return _COMPARED[operation](Version(str(found)), Version(requirement_version))
 
 
 def is_torch_version(operation: str, version: str) -> bool:
     """Compare torch's version, without suffixes such as `+cu126`."""
     import torch
-    from packaging.version import parse
+    from torch.torch_version import Version
 
-    return compare_versions(parse(parse(torch.__version__).base_version), operation, version)
+    return compare_versions(Version(Version(torch.__version__).base_version), operation, version)
 
 
 # ---- environment ----

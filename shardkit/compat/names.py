@@ -19,7 +19,7 @@ STANDS_IN: dict[str, dict[str, str]] = {
         "shardkit.compat.plugins": "DataLoaderConfiguration FullyShardedDataParallelPlugin",
         "shardkit.compat.mesh_sizes": "ParallelismConfig",
         "shardkit.compat.models": "init_empty_weights init_on_device",
-        "shardkit.compat.loaders": "skip_first_batches",
+        "shardkit.data.skipping": "skip_first_batches",
         "shardkit.compat.machine": "is_rich_available",
         "shardkit.compat.operations": "synchronize_rng_states",
         "shardkit.runtime.batch_size": "find_executable_batch_size",
@@ -47,9 +47,10 @@ STANDS_IN: dict[str, dict[str, str]] = {
     "data_loader": {
         "shardkit.compat.loaders": (
             "BatchSamplerShard DataLoaderDispatcher DataLoaderShard IterableDatasetShard SeedableRandomSampler "
-            "get_sampler prepare_data_loader skip_first_batches"
+            "get_sampler prepare_data_loader"
         ),
-        "shardkit.data.loader": "DataLoaderMixin:PreparedLoader DataLoaderAdapter:PreparedLoader",
+        "shardkit.data.loader": "DataLoaderAdapter:PreparedLoader DataLoaderStateMixin:PreparedLoader",
+        "shardkit.data.skipping": "skip_first_batches",
     },
     "local_sgd": {"shardkit.compat.local_sgd": "LocalSGD"},
     "tracking": {
@@ -125,7 +126,7 @@ STANDS_IN: dict[str, dict[str, str]] = {
             "named_module_tensors retie_parameters set_module_tensor_to_device"
         ),
         "shardkit.compat.operations": "is_peft_model",
-        "shardkit.compat.trainer_files": "get_grad_scaler:get_fsdp2_grad_scaler",
+        "shardkit.compat.trainer_files": "get_grad_scaler",
     },
     "utils.operations": {
         "shardkit.compat.operations": (

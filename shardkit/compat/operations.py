@@ -13,13 +13,7 @@ from torch import nn
 from shardkit.compat.differences import takes_back
 from shardkit.data.device import to_device
 from shardkit.distributed import collectives
-from shardkit.distributed.collectives import (  # noqa: F401  (used unchanged)
-    broadcast,
-    broadcast_object_list,
-    gather,
-    pad_across_processes,
-    wait_for_everyone,
-)
+from shardkit.distributed.collectives import wait_for_everyone  # noqa: F401  (used unchanged)
 from shardkit.distributed.tensors import is_dtensor, unwrapped
 from shardkit.errors import UsageError
 from shardkit.runtime import objects
@@ -28,6 +22,26 @@ from shardkit.sharding import precision
 
 class CannotPadNestedTensorWarning(UserWarning):
     """A nested tensor is not padded."""
+
+
+def gather(tensor: Any) -> Any:
+    """The tensors of all ranks, concatenated along dim 0, on every rank. Collective."""
+    return collectives.gather(tensor)
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """The tensors of rank `from_process`, on every rank. Collective."""
+    return collectives.broadcast(tensor, from_process)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """The list, filled in place with the objects of rank `from_process`. Collective."""
+    return collectives.broadcast_object_list(object_list, from_process)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """The tensors, padded along `dim` to the longest of all ranks. Collective."""
+    return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
 
 def gather_object(object: Any) -> list[Any]:
@@ -112,7 +126,7 @@ def get_data_structure(data: Any) -> Any:
 
 def initialize_tensors(data_structure: Any) -> Any:
     """Uninitialized tensors for a structure from `get_data_structure`."""
-    make = lambda info: torch.empty(*info.shape, dtype=info.dtype)  # noqa: E731
+    make = lambda info: torch.empty(info.shape, dtype=info.dtype)  # noqa: E731
     return recursively_apply(make, data_structure, test_type=is_tensor_information)
 
 

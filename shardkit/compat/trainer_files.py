@@ -47,6 +47,7 @@ def load_fsdp_model(
     input_dir: str | Path,
     model_index: int = 0,
     adapter_only: bool = False,
+    use_dcp: bool = True,
 ) -> None:
     """Load a model that `save_fsdp_model` saved with the same `adapter_only`. Collective."""
     only_trained = adapter_only and is_peft_model(model)
@@ -62,6 +63,7 @@ def save_fsdp_optimizer(
     model: nn.Module,
     output_dir: str | Path,
     optimizer_index: int = 0,
+    use_dcp: bool = True,
 ) -> None:
     """Save the optimizer's state. Collective."""
     folder = _folder(output_dir, OPTIMIZER_NAME, optimizer_index)
@@ -76,6 +78,7 @@ def load_fsdp_optimizer(
     input_dir: str | Path,
     optimizer_index: int = 0,
     adapter_only: bool = False,
+    use_dcp: bool = True,
 ) -> None:
     """Load a state that `save_fsdp_optimizer` saved. Collective."""
     folder = _folder(input_dir, OPTIMIZER_NAME, optimizer_index)
@@ -111,6 +114,11 @@ def get_parameters_from_modules(modules: Any, model: nn.Module, device: Any = No
     if isinstance(modules, str):
         modules = [module for name, module in model.named_modules() if re.fullmatch(modules, name)]
     return {parameter for module in modules or [] for parameter in module.parameters()}
+
+
+def get_grad_scaler(distributed_type: Any = None, **arguments: Any) -> torch.amp.GradScaler:
+    """A loss scaler: torch's, for any distributed type."""
+    return torch.amp.GradScaler(**arguments)
 
 
 def get_fsdp2_grad_scaler(**arguments: Any) -> torch.amp.GradScaler:

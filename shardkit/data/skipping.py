@@ -9,18 +9,18 @@ from shardkit.data.loader import PreparedLoader
 from shardkit.errors import UsageError
 
 
-def skip_first_batches(loader: Any, batches: int) -> Any:
-    """The loader; its next iteration skips the first `batches` batches of its epoch, also of one set after this call.
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """The loader; its next iteration skips the first `num_batches` batches of its epoch, also of one set after this.
 
     Counted from the start of the epoch. It replaces a restored position, so skipping by hand after `load_state` does
     not skip twice. A loader that is not prepared is read, and its first batches are dropped.
     """
-    if batches < 0:
-        raise UsageError(f"skip_first_batches: the number must not be negative (got {batches}); give 0 or more.")
-    if not isinstance(loader, PreparedLoader):
-        return _Skipping(loader, batches)
-    loader.skip_to(batches)
-    return loader
+    if num_batches < 0:
+        raise UsageError(f"skip_first_batches: the number must not be negative (got {num_batches}); give 0 or more.")
+    if not isinstance(dataloader, PreparedLoader):
+        return _Skipping(dataloader, num_batches)
+    dataloader.skip_to(num_batches)
+    return dataloader
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ def stream_seed(seed: int, part: int | str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{part}".encode()).digest()[:8], "big") >> 1
 
 
-def set_seed(seed: int, device_specific: bool = False) -> None:
-    """Seeds Python, NumPy (if imported) and torch on all devices; with `device_specific`, seed + rank.
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seeds Python, NumPy (if imported) and torch on all devices; with `device_specific`, seed + rank. With
+    `deterministic` torch uses deterministic algorithms from now on, and raises an error where it has none.
 
     Use the same seed on every rank unless ranks should differ in dropout or augmentation. The order of the data does
     not depend on it: all ranks use rank 0's seed.
@@ -31,3 +32,5 @@ def set_seed(seed: int, device_specific: bool = False) -> None:
         numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed % 2**64)
     xla.seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)

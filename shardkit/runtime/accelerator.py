@@ -231,9 +231,9 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         compiled = model.module if isinstance(model, DistributedDataParallel) else model
         return compiled if keep_torch_compile else inner
 
-    def skip_first_batches(self, loader: Any, num_batches: int = 0) -> Any:
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The loader; its next iteration skips the first `num_batches` batches of the epoch."""
-        return skipping.skip_first_batches(loader, num_batches)
+        return skipping.skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *released: Any) -> tuple[None, ...]:
         """Drops all prepared objects; returns one None per argument: `model, optimizer = free_memory(model, ...)`.

@@ -79,11 +79,11 @@ def find_executable_batch_size(
     return called
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error means out of memory, on the device or the host."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+def is_out_of_memory(exception: BaseException) -> bool:
+    """Whether the exception means out of memory, on the device or the host."""
+    if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY_SIGNS)
+    return isinstance(exception, RuntimeError) and any(sign in str(exception) for sign in OUT_OF_MEMORY_SIGNS)
 
 
 def _wait_for_others(size: int, failure: Exception | None) -> None:
