@@ -101,6 +101,16 @@ def test_from_an_accelerate_file_with_an_account_and_in_place_with_comments_kept
     assert Path("shardkit.yaml").read_text() == "# mine\nnum_processes: 4   # two\n"
 
 
+def test_from_a_file_of_one_rank_a_device_is_one_again(capsys):
+    Path("open.yaml").write_text("mixed_precision: bf16\n")
+    for more in ([], ["--set", "shardkit.seed=3"]):
+        out, _ = shardkit(capsys, "config", "--from", "open.yaml", *more, "-o", "made.yaml", "--force")
+        assert out == "made.yaml\n", "no command with --defaults, which counts the devices of this machine"
+        assert "num_processes" not in yaml.safe_load(Path("made.yaml").read_text())
+        out, _ = shardkit(capsys, "config", "validate", "made.yaml")
+        assert "valid. one process per device" in out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -208,7 +218,8 @@ def test_convert(capsys):
     out, _ = shardkit(capsys, "config", "convert", "nemo.yaml", "-o", "x.yaml", "--drop")
     assert out == "x.yaml\n" and files.read(Path("x.yaml")).config.mode == "fsdp"
     out, lost = shardkit(capsys, "config", "convert", "x.yaml", "--to", "accelerate")
-    assert yaml.safe_load(out)["fsdp_config"]["fsdp_version"] == 2 and lost == ""
+    assert yaml.safe_load(out)["fsdp_config"]["fsdp_version"] == 2
+    assert lost.startswith("lost: num_processes: the file does not say it") and len(lost.splitlines()) == 1
     _, error = shardkit(capsys, "config", "convert", "x.yaml", "--to", "deepspeed", code=2)
     assert error == "config convert: --to: unknown format (got deepspeed); use accelerate.\n"
 

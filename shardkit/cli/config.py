@@ -245,6 +245,7 @@ def _target(output: Path | None, user: bool) -> Path:
 def _save(start: "Config", target: Path, source: Path | None, model: str | None, force: bool, dry_run: bool) -> None:
     from shardkit.config.command import command_for
     from shardkit.config.files import dump, is_users, make_folder_of
+    from shardkit.config.meaning import counts_devices
 
     in_place = source is not None and target.exists() and source.resolve() == target.resolve()
     text = _edited(target, start) if in_place else dump(start, path=target)
@@ -260,7 +261,8 @@ def _save(start: "Config", target: Path, source: Path | None, model: str | None,
         make_folder_of(target)
     write_target(text, target, force)
     print(target)
-    print(f"to repeat this: {command_for(start, model, None if of_user else target, of_user)}")
+    if not counts_devices(start):  # --defaults would write the number of this machine's devices
+        print(f"to repeat this: {command_for(start, model, None if of_user else target, of_user)}")
 
 
 def _edited(path: Path, config: "Config") -> str:

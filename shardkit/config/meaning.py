@@ -42,6 +42,11 @@ class Dtypes:
         return self.param == "fp16"
 
 
+def counts_devices(config: Config) -> bool:
+    """Whether the number of ranks is open: one a device of the machines, since no setting says it."""
+    return "num_processes" not in config.model_fields_set and config.distributed_type is not DistributedType.NO
+
+
 def runs_on_cpu(config: Config) -> bool:
     """Whether the ranks train on the CPU."""
     return config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU

@@ -9,6 +9,7 @@ import yaml
 
 from shardkit.config.descriptions import text_of
 from shardkit.config.keys import Path, all_keys, sections, value_at
+from shardkit.config.meaning import counts_devices
 from shardkit.config.schema import Config, DistributedType, Section
 
 HEADER = """\
@@ -124,6 +125,8 @@ def _ordered_paths(config: Config) -> list[Path]:
 
 
 def _is_written(config: Config, path: Path) -> bool:
+    if path == ("num_processes",) and counts_devices(config):
+        return False
     if path in _ALWAYS or value_at(config, path) != all_keys()[path].default:
         return True
     if config.distributed_type is DistributedType.FSDP and path in _WITH_FSDP:

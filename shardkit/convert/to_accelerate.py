@@ -5,7 +5,7 @@ from typing import Any
 import yaml
 
 from shardkit.config.keys import all_keys, value_at
-from shardkit.config.meaning import runs_on_cpu
+from shardkit.config.meaning import counts_devices, runs_on_cpu
 from shardkit.config.schema import Config, DistributedType, ShardingStrategy
 from shardkit.config.yaml_text import value_text
 
@@ -37,7 +37,7 @@ def to_accelerate(config: Config) -> tuple[str, list[str]]:
     """The YAML for Accelerate, and a line for every setting that is lost."""
     data: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _type(config)}
     data |= {name: _value(config, (name,)) for name in _SAME if _is_given(config, name)}
-    if _counts_devices(config):
+    if counts_devices(config):
         del data["num_processes"]  # Accelerate then asks for it; the default, 1, would leave the other devices idle
     data |= _precision(config)
     data["downcast_bf16"] = "yes" if config.downcast_bf16 else "no"
@@ -57,11 +57,6 @@ def _type(config: Config) -> str:
 
 def _is_given(config: Config, name: str) -> bool:
     return name in _ALWAYS or value_at(config, (name,)) != all_keys()[(name,)].default
-
-
-def _counts_devices(config: Config) -> bool:
-    """Whether the number of ranks is open: one a device of the machine, since the file does not say it."""
-    return "num_processes" not in config.model_fields_set and config.distributed_type is not DistributedType.NO
 
 
 def _value(config: Config, path: tuple[str, ...]) -> Any:
@@ -101,7 +96,7 @@ def _loads_everywhere(config: Config) -> bool:
 
 def _mesh(config: Config) -> dict[str, Any]:
     """Version 2 expresses hybrid strategies by mesh sizes."""
-    if not config.fsdp.sharding_strategy.is_hybrid or _counts_devices(config):
+    if not config.fsdp.sharding_strategy.is_hybrid or counts_devices(config):
         return {}
     mesh, total = config.shardkit.mesh, config.num_processes
     replicate = mesh.replicate_size or (total // mesh.shard_size if mesh.shard_size else config.num_machines)
@@ -125,7 +120,7 @@ def _lost(config: Config) -> list[str]:
 def _behaves_differently(config: Config) -> list[str]:
     on_cpu = runs_on_cpu(config)
     lines = []
-    if _counts_devices(config):
+    if counts_devices(config):
         mesh = ", and the mesh of the hybrid strategy" if config.fsdp.sharding_strategy.is_hybrid else ""
         lines.append(
             f"num_processes: the file does not say it, and Accelerate needs it{mesh}; set it and convert again."
