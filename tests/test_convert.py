@@ -183,10 +183,29 @@ def test_nemos_batches_give_the_accumulation_and_no_fsdp_is_ddp(tmp_path):
     assert account(conversion)["fsdp"] == ("changed", "missing: distributed_type: MULTI_GPU (DDP)")
 
 
+@pytest.mark.parametrize(
+    ("devices", "count", "gpu_ids", "text"),
+    [
+        ("[0, 1, 2, 5]", 8, "0,1,2,5", "gpu_ids: 0,1,2,5; counted in num_processes"),
+        ("'2,3'", 4, "2,3", "gpu_ids: 2,3; counted in num_processes"),
+        ("'4'", 8, None, "counted in num_processes and num_machines"),
+        ("-1", None, None, "all of each machine, as without num_processes"),
+        ("auto", None, None, "all of each machine, as without num_processes"),
+    ],
+)
+def test_nemos_devices_are_a_number_a_list_or_all(devices, count, gpu_ids, text, tmp_path):
+    conversion = converted(f"trainer: {{devices: {devices}, num_nodes: 2}}\nmodel: {{fsdp: True}}\n", tmp_path)
+    assert conversion.refused == [] and account(conversion)["trainer.devices"][1] == text
+    written = yaml.safe_load(files.dump(conversion.config))
+    assert (written.get("num_processes"), written.get("gpu_ids"), written["num_machines"]) == (count, gpu_ids, 2)
+
+
 @pytest.mark.requirement("N3")
 @pytest.mark.parametrize(
     ("text", "key", "words"),
     [
+        ("fsdp: True\ntrainer:\n  devices: most\n", "trainer.devices", "not a number of devices, their numbers, -1"),
+        ("fsdp: True\ntrainer:\n  devices: []\n", "trainer.devices", "not a number of devices, their numbers, -1"),
         ("megatron_amp_O2: True\nfsdp: True\n", "megatron_amp_O2", "megatron_amp_O2 does not work with FSDP"),
         ("fsdp: True\noptim:\n  name: distributed_fused_adam\n", "optim.name", "use fused_adam"),
         ("fsdp: True\noptim:\nname: distributed_fused_adam\n", "optim.name", "does not work with FSDP"),

@@ -93,7 +93,7 @@ def _readings() -> dict[str, Callable[[Any], tuple[Found, str]]]:
         "trainer.precision": _precision,
         "precision": _precision,
         "trainer.accumulate_grad_batches": _accumulation,
-        "trainer.devices": _counted,
+        "trainer.devices": _devices,
         "trainer.num_nodes": _counted,
         "micro_batch_size": _batched,
         "global_batch_size": _batched,
@@ -181,6 +181,31 @@ def _parallel(value: Any) -> tuple[Found, str]:
     return {}, "not used"
 
 
+def _devices(value: Any) -> tuple[Found, str]:
+    if str(value).strip() in {"-1", "auto", "None"}:
+        return {}, "all of each machine, as without num_processes"
+    if _count_of(value) is None:
+        raise Refused("is not a number of devices, their numbers, -1 or auto")
+    numbers = _numbers_of(value)
+    if len(numbers) < 2 and not isinstance(value, list):
+        return _counted(value)
+    return {("gpu_ids",): ",".join(numbers)}, f"gpu_ids: {','.join(numbers)}; counted in num_processes"
+
+
+def _numbers_of(value: Any) -> list[str]:
+    """The devices that a list or a text with commas names."""
+    return [str(one).strip() for one in (value if isinstance(value, list) else str(value).split(","))]
+
+
+def _count_of(value: Any) -> int | None:
+    """How many devices of a machine train; None: as many as it has."""
+    numbers = _numbers_of(value)
+    if isinstance(value, list) or len(numbers) > 1:
+        return (len(numbers) or None) if all(number.isdecimal() for number in numbers) else None
+    count = read_count(value)
+    return count if isinstance(count, int) and count > 0 else None
+
+
 def _counted(value: Any) -> tuple[Found, str]:
     return {}, "counted in num_processes and num_machines"
 
@@ -197,7 +222,7 @@ def _count(data: Mapping[str, Any], layer: Layer) -> None:
     """Sets num_processes, the total (NeMo counts devices per machine), and the accumulation steps from the batch
     sizes."""
     trainer, model = (block if isinstance(block, Mapping) else {} for block in (data.get("trainer"), data.get("model")))
-    machines, devices = _number(trainer, "num_nodes") or 1, _number(trainer, "devices")
+    machines, devices = _number(trainer, "num_nodes") or 1, _count_of(trainer.get("devices"))
     origin = Origin("file", "trainer.num_nodes")
     if machines > 1:
         layer.entries[("num_machines",)] = SettingEntry(machines, origin, "trainer.num_nodes")
