@@ -1,6 +1,7 @@
 """The parts of a launch that need no rank: flags, checks, variables, output lines, diagnosis, hangs, restarts."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -26,9 +27,9 @@ from shardkit.errors import EXIT_MACHINE, ConfigError, HangError, MachineError, 
 from shardkit.launch import attempts, diagnosis, environment, failure, flags, folders, ports, preflight, stacks
 from shardkit.launch.diagnosis import RankOutcome
 from shardkit.launch.hangs import Rank, Seen, Verdict, is_due, judge, render, rows_of, warning
-from shardkit.launch.output import Lines
+from shardkit.launch.output import Lines, Output
 from shardkit.launch.preflight import Machine
-from shardkit.launch.rank_files import RankError, RankProgress
+from shardkit.launch.rank_files import ProgressWriter, RankError, RankProgress
 from shardkit.launch.restarts import Restarts
 from shardkit.launch.spec import launch_spec
 
@@ -529,6 +530,17 @@ def test_of_a_line_that_is_very_long_the_beginning_is_taken_between_characters()
     assert lines.feed(b"10%\r" * 500_000 + b"20%\r") == []  # a bar: what it was before is over
     assert lines.beginning() is None
     assert lines.unfinished() == ("20%", True)
+
+
+def test_what_the_screens_encoding_lacks_is_shown_escaped(tmp_path, monkeypatch):
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    ProgressWriter(tmp_path, 0, 0).post("starting", 0)
+    output = Output(tmp_path, tmp_path, 1, 1, None, has_prefix=True)
+    (tmp_path / "out-0").write_text("loss \u2193\nend\n", encoding="utf-8")
+    output.start()
+    output.close()
+    assert screen.buffer.getvalue() == b"[0] loss \\u2193\n[0] end\n"
 
 
 # folders

@@ -243,6 +243,9 @@ class Output:
             self._asking = None
 
     def _write(self, screen: TextIO, text: str) -> None:
+        """Write to the screen; what its encoding lacks is escaped, as in the ranks' streams."""
+        encoding = screen.encoding or "utf-8"
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
         with contextlib.suppress(OSError, ValueError):  # the reader of the screen may be gone
             screen.write(text)
             screen.flush()
