@@ -77,7 +77,8 @@ def test_only_what_is_signed_is_read(monkeypatch, forged):
 
 def test_addresses_and_their_interfaces():
     assert addresses.resolve("localhost") == "127.0.0.1"
-    assert addresses.resolve("no-such-name.invalid") is None
+    for name in ("no-such-name.invalid", "node..a", ".node", 64 * "a"):
+        assert addresses.resolve(name) is None
     assert addresses.is_here("127.0.0.1")
     assert not addresses.is_here("192.0.2.1")  # RFC 5737: nobody's
     assert addresses.interface_of("127.0.0.1") in {"lo", None}

@@ -16,7 +16,7 @@ def resolve(host: str) -> str | None:
     """The host's address, preferably IPv4; None if the name cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: a part between two dots is empty, or longer than 63 characters
         return None
     return str(min(found, key=lambda entry: entry[0] is not socket.AF_INET)[4][0])
 
