@@ -377,6 +377,15 @@ def test_a_file_of_hosts_is_checked_line_by_line():
     ]
 
 
+def test_a_host_is_what_ssh_takes_as_one():
+    Path("hosts").write_text("me@node-a\nfd00::1\nme@fe80::1%eth0\n")
+    assert reading.hosts(Path("hosts"), 8) == ("me@node-a", "fd00::1", "me@fe80::1%eth0")
+    Path("hosts").write_text("node-a:2222\n[fd00::1]\n")
+    says = r"hosts:1: not a host name \(got 'node-a:2222'\).* --ssh 'ssh -tt -p 2222'\.\nhosts:2: .*'\[fd00::1\]'"
+    with pytest.raises(UsageError, match=says):
+        reading.hosts(Path("hosts"), 8)
+
+
 @pytest.mark.parametrize(("text", "seconds"), [("4h", 14400), ("1d12h", 129600), ("90m", 5400), ("1-00:00:30", 86430)])
 def test_times(text, seconds):
     assert reading.seconds(text) == seconds
@@ -481,6 +490,15 @@ def test_ssh_starts_a_launch_on_each_host_and_passes_a_signal_on(ssh, tmp_path):
         ["127.0.0.1", "me@127.0.0.2"],
         ["me@127.0.0.2", "127.0.0.1"],
     )
+
+
+def test_an_ipv6_host_is_an_address_with_its_port(ssh):
+    Path("shardkit.yaml").write_text(CPU)
+    Path("hosts").write_text("me@::1\nnode-b\n")
+    flags = ["--hosts", "hosts", "--ssh", ssh, "--program", "echo"]
+    assert run(["submit", "--to", "ssh", *flags, "-o", "job.sh", "train.py"]) == 0
+    done = subprocess.run(["bash", "job.sh"], capture_output=True, text=True, timeout=60, check=True)
+    assert re.search(r" --main \[::1\]:2\d{4} ", done.stdout), done.stdout
 
 
 def test_a_wish_to_stop_is_passed_on(tmp_path):

@@ -31,12 +31,13 @@ def problem_of_host(host: str) -> str | None:
         return f"is not a host (got {host!r}); write its name or IP address, such as node-a or 10.0.0.1."
     if port:
         return f"is the host alone (got {host}); write {name}, and its port as main_process_port: {port}."
-    if ":" in name and not _is_ipv6(name):
+    if ":" in name and not is_ipv6(name):
         return f"is not an IPv6 address (got {host}); write one such as fd00::1, or with its port [fd00::1]:29500."
     return None
 
 
-def _is_ipv6(text: str) -> bool:
+def is_ipv6(text: str) -> bool:
+    """Whether the text is an IPv6 address, without brackets."""
     try:
         return ipaddress.ip_address(text).version == 6
     except ValueError:

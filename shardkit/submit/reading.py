@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardkit.config import host_port
 from shardkit.digits import number_in
 from shardkit.errors import UsageError
 from shardkit.sizes import read_bytes
@@ -47,8 +48,11 @@ def hosts(path: Path | None, ranks: int | None) -> tuple[str, ...]:
             problems.append(
                 f"{where}: {name} is a duplicate (got it on line {names[name]}, too); there is one launch per host."
             )
-        elif not re.fullmatch(r"[A-Za-z0-9_.@:%\[\]-]+", name) or name.startswith("-"):
-            problems.append(f"{where}: not a host name (got {name!r}); write user@name or name.")
+        elif not _is_host(name):
+            problems.append(
+                f"{where}: not a host name (got {name!r}); write user@name or name, an IPv6 address without brackets, "
+                "and a port as an option of ssh: --ssh 'ssh -tt -p 2222'."
+            )
         names.setdefault(name, number)
         for word in rest:
             key, _, value = word.partition("=")
@@ -64,6 +68,13 @@ def hosts(path: Path | None, ranks: int | None) -> tuple[str, ...]:
     if problems:
         raise UsageError("\n".join(problems))
     return tuple(names)
+
+
+def _is_host(text: str) -> bool:
+    """Whether ssh takes the text as a host, with or without a user."""
+    host = text.rpartition("@")[2]
+    is_plain = re.fullmatch(r"[A-Za-z0-9_.@:%-]+", text) is not None and not text.startswith("-")
+    return is_plain and (":" not in host or host_port.is_ipv6(host))
 
 
 def volumes(words: Sequence[str], is_claim: bool) -> tuple[Volume, ...]:

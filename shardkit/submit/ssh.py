@@ -23,6 +23,8 @@ def render(job: Job) -> str:
     """The script. It exits with the first exit code that is not 0, and forwards SIGTERM, SIGHUP and Ctrl-C."""
     how = "Run it with: bash FILE, in the folder that all hosts share. SIGTERM and Ctrl-C: save and stop."
     folder = shlex.quote(str(job.folder))
+    host = job.hosts[0].rpartition("@")[2]
+    main = f"[{host}]" if ":" in host else host
     launch = folded(
         [
             "exec",
@@ -36,7 +38,7 @@ def render(job: Job) -> str:
 {head(job, how)}
 ssh=({shlex.join(job.ssh or SSH)})
 hosts=({shlex.join(job.hosts)})
-main={shlex.quote(job.hosts[0].rpartition("@")[2])}
+main={shlex.quote(main)}
 port=$((20000 + RANDOM % 10000))
 folder={folder}
 there={shlex.quote(folder)} # quoted for a host's shell
