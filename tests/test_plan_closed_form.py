@@ -75,9 +75,10 @@ def test_full_shard_by_hand():
 def test_every_moment_of_full_shard_by_hand():
     totals = [(m.phase, m.unit, m.memory.total) for m in planned(model(), configuration(1)).memory.timeline]
     persistent = 2560 + 5120
-    forward = persistent + ROOT + 2 * BLOCK
+    # Parameters, the output of the all-gather, and that of the one before, which for the first block is the root's.
+    first, forward = persistent + 2 * ROOT + 2 * BLOCK, persistent + ROOT + 3 * BLOCK
     assert totals == [
-        ("forward", "layers.0", forward),
+        ("forward", "layers.0", first),
         ("forward", "layers.1", forward),
         ("forward", "layers.2", forward),
         ("forward", "the root", persistent + ROOT + BLOCK),

@@ -120,12 +120,14 @@ def test_bytes_under_ddp(ranks, reduce_dtype):
 
 
 @pytest.mark.parametrize("world", [4], indirect=True)
-def test_frozen_and_tied_parameters(world):
+@pytest.mark.parametrize("strategy", [1, 2])
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "NO_PREFETCH"])
+def test_frozen_and_tied_parameters(world, strategy, prefetch):
     """Blocks 0 and 1 are frozen: no gradient reaches them, and one is gathered ahead in vain."""
     model = GPT(GptShape(**{**vars(SHAPE), "tied": True}))
     model.requires_grad_(False)
     model.blocks[2].requires_grad_(True)
-    config = configuration(1, "bf16")
+    config = configuration(strategy, "bf16", backward_prefetch=prefetch)
     found = estimate(tree_of(model), config, world_size=world)
     assert counted(model, config, world, machine=4) == planned(found.traffic.collectives)
 

@@ -116,6 +116,18 @@ def test_a_shortened_step_is_the_whole_step(strategy, fsdp):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", [1, 2])
+def test_forward_holds_what_the_closed_form_says(strategy):
+    """Gathered parameters of each block, the outputs of two all-gathers among them."""
+    asked = request(TINY, strategy)
+
+    def gathered(memory: RankMemory) -> dict[str, int]:
+        return {m.unit: m.memory.gathered for m in memory.timeline if m.phase == "forward" and m.unit != "the root"}
+
+    assert gathered(simulated(asked)[0]) == gathered(row(asked).estimate.memory)
+
+
+@pytest.mark.slow
 @pytest.mark.requirement("B1")
 def test_the_order_of_strategies():
     """FSDP with auto-wrap < FSDP < DDP."""

@@ -8,11 +8,11 @@ all blocks, N shards, bf16 compute, fp32 gradient reduction and AdamW, and activ
     10 b = 2 b gathered + 2 b gathered ahead + 2 b unsharded gradients + 4 b input of the reduce-scatter before
 
 Where the terms come from (torch/distributed/fsdp/_fully_shard): a unit's all-gather output is copied out into its
-parameters and freed after that (`foreach_all_gather_copy_out`, `wait_for_unshard`); backward gathers one unit ahead
-(`_backward_prefetch`); the input of a reduce-scatter lives until the next unit's (`post_backward`,
-`reduce_scatter_states`); the root keeps its parameters between forward and backward (`_lazy_init`); shards are padded
-to ceil(dim 0 / N) rows, or split evenly on another dim (`model.cut.shard_dim`). Sharding by strategy is that of ZeRO
-(https://arxiv.org/abs/1910.02054, section 5).
+parameters and freed after that, in forward only when the next unit's was copied out (`foreach_all_gather_copy_out`,
+`wait_for_unshard`); backward gathers one unit ahead (`_backward_prefetch`); the input of a reduce-scatter lives until
+the next unit's (`post_backward`, `reduce_scatter_states`); the root keeps its parameters between forward and backward
+(`_lazy_init`); shards are padded to ceil(dim 0 / N) rows, or split evenly on another dim (`model.cut.shard_dim`).
+Sharding by strategy is that of ZeRO (https://arxiv.org/abs/1910.02054, section 5).
 
 Steady state is counted, with optimizer state (which exists from the second step on). Not counted, because it depends on
 the device: context, communication buffers, kernel workspaces, fragmentation (`devices.RESERVE_BYTES` allows for them).
@@ -220,27 +220,34 @@ def _walk_fsdp(plan: ShardedSizes, config: Config, kept: Activations) -> Iterato
 
 
 def _forward(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator[Moment]:
-    """A unit is gathered, used, and freed (or kept), the next one's all-gather at most one ahead."""
+    """A unit is gathered, used, and freed (or kept). The output of each all-gather is alive until that of the next is
+    copied out."""
     base = replace(_persistent(plan), gradients=_gradients_before(plan, config))
-    alive, held = _kept_bytes(plan.root, config, kept), plan.root.gathered_bytes
+    alive, held, before = _kept_bytes(plan.root, config, kept), plan.root.gathered_bytes, plan.root
     for unit in plan.units:
         working = alive + _kept_bytes(unit, config, kept) + _working_bytes(unit, config, kept)
-        gathered = held + unit.gathered_bytes + _copy_bytes(plan, unit)
+        copying = _output_bytes(plan, before) + _output_bytes(plan, unit) + unit.rearranged_bytes
+        gathered = held + copying + unit.gathered_bytes
         yield Moment("forward", unit.fqn, replace(base, gathered=gathered, activations=working))
         alive += _kept_bytes(unit, config, kept)
-        held += 0 if plan.axes.reshards_after_forward else unit.gathered_bytes
+        held += unit.gathered_bytes if _stays_gathered(plan, unit) else 0
+        before = unit
     # The output of the last all-gather is freed when the root's forward ends (`_post_forward`).
-    last = plan.units[-1] if plan.units else plan.root
     working = alive + kept.output_bytes + _working_bytes(plan.root, config, kept)
-    gathered = held + _copy_bytes(plan, last)
+    gathered = held + _output_bytes(plan, before)
     yield Moment("forward", "the root", replace(base, gathered=gathered, activations=working))
     yield Moment("loss", "", replace(base, gathered=held, activations=alive + kept.logits_bytes))
 
 
-def _copy_bytes(plan: ShardedSizes, unit: UnitSizes) -> int:
-    """The output of an all-gather before it is copied out, and the buffer in which shards of other dims than 0 are
-    rearranged; with one shard nothing is gathered."""
-    return unit.gathered_bytes + unit.rearranged_bytes if plan.axes.shards > 1 else 0
+def _stays_gathered(plan: ShardedSizes, unit: UnitSizes) -> bool:
+    """Whether a unit keeps its parameters from forward to backward. One that backward does not reach is always freed
+    (`sharding/fsdp_unit.py`)."""
+    return not plan.axes.reshards_after_forward and unit.is_gathered_in_backward
+
+
+def _output_bytes(plan: ShardedSizes, unit: UnitSizes) -> int:
+    """The output of a unit's all-gather, before it is copied out; with one shard nothing is gathered."""
+    return unit.gathered_bytes if plan.axes.shards > 1 else 0
 
 
 def _gradients_before(plan: ShardedSizes, config: Config) -> int:
@@ -279,14 +286,12 @@ def _backward(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator
 
 def _gathered_in_backward(plan: ShardedSizes, config: Config, index: int) -> int:
     """Unsharded parameters while this unit computes backward, without the root's."""
-    if not plan.axes.reshards_after_forward:
-        return sum(unit.gathered_bytes for unit in plan.units[: index + 1])
-    unit = plan.units[index]
-    if config.fsdp.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE or index == 0:
-        return unit.gathered_bytes
-    # The next unit's all-gather starts when this unit's parameters are in place.
-    ahead = plan.units[index - 1].gathered_bytes if plan.axes.shards > 1 else 0
-    return unit.gathered_bytes + ahead
+    unit, earlier = plan.units[index], plan.units[:index]
+    held = unit.gathered_bytes + sum(each.gathered_bytes for each in earlier if _stays_gathered(plan, each))
+    prefetches = config.fsdp.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    if not prefetches or not earlier or _stays_gathered(plan, earlier[-1]):
+        return held
+    return held + _output_bytes(plan, earlier[-1])  # which starts when the unit's own parameters are in place
 
 
 def _root_backward(

@@ -118,18 +118,15 @@ def _present(collectives: list[Collective]) -> tuple[Collective, ...]:
 
 
 def _gathered(plan: ShardedSizes, config: Config) -> Iterator[UnitSizes]:
-    """Units in the order in which they are gathered, once per all-gather: in forward, then in backward if they were
-    freed.
+    """Units, once per all-gather: in forward, and again in backward if they were freed.
 
     The root is gathered once: FSDP2 does not free it after forward. Backward gathers no unit below the first trained
-    parameter (frozen layers at the bottom), except one that was prefetched.
+    parameter (frozen layers at the bottom), which every strategy frees after forward, except one that was prefetched.
     """
-    everything = [unit for unit in [plan.root, *plan.units] if unit.gathered_bytes]
-    yield from everything
-    if not plan.axes.reshards_after_forward:
-        return
+    yield from (unit for unit in [plan.root, *plan.units] if unit.gathered_bytes)
     needed = [unit for unit in plan.units if unit.is_gathered_in_backward]
-    yield from reversed(needed)
+    if plan.axes.reshards_after_forward:
+        yield from needed
     left = len(plan.units) - len(needed)
     if left and needed and config.fsdp.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
         yield plan.units[left - 1]

@@ -203,7 +203,7 @@ class _Sizes:
         return tuple(ceil(size / self.shards) if dim == split else size for dim, size in enumerate(parameter.shape))
 
     def _is_rearranged(self, parameter: Parameter) -> bool:
-        return shard_dim(parameter.shape, self.shards) > 0
+        return self.shards > 1 and shard_dim(parameter.shape, self.shards) > 0
 
 
 def _root_ends(tree: ModuleNode, chosen: set[str]) -> tuple[set[str], set[str]]:
