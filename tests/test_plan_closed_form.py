@@ -221,6 +221,13 @@ def test_packed_weights_and_integer_buffers_by_hand():
     assert found.timeline[0].memory.gathered == (512 + 32 * 2) * 2  # and the all-gather's output
 
 
+def test_a_buffer_that_modules_share_is_counted_once():
+    first, second = (Parameter("mask", (100,)), Parameter("mask", (100,), tied_to="a.mask"))
+    children = (ModuleNode("a", "A", buffers=(first,)), ModuleNode("b", "A", buffers=(second,)))
+    tree = ModuleNode("", "Model", (Parameter("weight", (4, 4)),), children)
+    assert planned(tree, configuration(1)).memory.peak.parameters == 4 * 4 + 4 * 100
+
+
 def test_power_sgd_keeps_its_errors_and_hooks_send_16_bits():
     def under(hook: str) -> Estimate:
         section = ShardkitConfig(ddp=DdpConfig(comm_hook=hook))

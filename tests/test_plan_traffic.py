@@ -93,6 +93,7 @@ def configuration(strategy: int, precision: str = "no", **fsdp: Any) -> Config:
         (2, "bf16", {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 500}),
         (4, "bf16", {}),
         (5, "no", {}),
+        (1, "bf16", {"ignored_modules": "positions"}),
     ],
 )
 def test_bytes_are_those_of_the_real_collectives(world, strategy, precision, fsdp):
@@ -102,20 +103,23 @@ def test_bytes_are_those_of_the_real_collectives(world, strategy, precision, fsd
     assert counted(model, config, world, machine=8) == expected
 
 
-def ddp_step(config: Config) -> Counter[str]:
-    """On a live rank: the fake process group cannot run DDP."""
+def with_shared_buffer() -> GPT:
     model = GPT(SHAPE)
     model.register_buffer("mean", torch.zeros(5))
-    return counted(model, config, world_size=dist.get_world_size(), machine=2)
+    model.blocks[0].register_buffer("mean", model.mean)
+    return model
+
+
+def ddp_step(config: Config) -> Counter[str]:
+    """On a live rank: the fake process group cannot run DDP."""
+    return counted(with_shared_buffer(), config, world_size=dist.get_world_size(), machine=2)
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, "bf16"])
 def test_bytes_under_ddp(ranks, reduce_dtype):
     section = ShardkitConfig(precision=PrecisionConfig(reduce_dtype=reduce_dtype))
     config = configuration(3).model_copy(update={"shardkit": section})
-    model = GPT(SHAPE)
-    model.register_buffer("mean", torch.zeros(5))
-    expected = planned(estimate(tree_of(model), config, world_size=2).traffic.collectives)
+    expected = planned(estimate(tree_of(with_shared_buffer()), config, world_size=2).traffic.collectives)
     assert ranks.run(2, ddp_step, config) == [expected, expected]
 
 

@@ -94,14 +94,14 @@ def _of_ddp(plan: ShardedSizes, config: Config, machine: int) -> tuple[Collectiv
 def _of_fsdp(plan: ShardedSizes, config: Config, world_size: int, machine: int) -> tuple[Collective, ...]:
     """Every micro-batch gathers and reduces over the shards; replicas all-reduce once per step.
 
-    Gradients of replicated parameters are all-reduced over all ranks, in one call per micro-batch.
+    Gradients of replicated parameters are all-reduced over all ranks in their own dtype, in one call per micro-batch.
     """
     shards, replicas = plan.axes.shards, plan.axes.replicas
     times = config.shardkit.gradient_accumulation_steps
     gathers, reduces = list(_gathered(plan, config)), _reduced(plan)
     gathered = sum(unit.gathered_bytes for unit in gathers)
     reduced = sum(unit.reduce_bytes for unit in reduces)
-    whole = plan.replicated.unsharded_gradient_bytes
+    whole = plan.replicated.gradient_bytes
     near = min(machine, shards)
     return _present(
         [

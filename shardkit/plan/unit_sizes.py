@@ -128,7 +128,7 @@ def layout(
         has_trainable = has_trainable or any(p.trainable for _, p in owned[fqn])
         if owned[fqn]:
             units.append(sizes.unit(fqn, owned[fqn], has_trainable, blocks.get(fqn, 0), keeps_dtype[fqn]))
-    buffer_bytes = sum(b.numel * itemsize(b.dtype) for node in tree.walk() for b in node.buffers)
+    buffer_bytes = sum(b.numel * itemsize(b.dtype) for node in tree.walk() for b in node.buffers if not b.tied_to)
     return ShardedSizes(
         axes=found,
         units=tuple(units),
