@@ -112,6 +112,17 @@ def test_no_shard_is_whole_on_every_rank():
     assert planned(model(), configuration(3)).memory.peak.gathered == 2 * 2560  # autocast's copies
 
 
+def test_autocast_copies_fp32_matrices_that_a_gradient_passes():
+    """Not tables, vectors, frozen weights in bf16 (LoRA), nor frozen layers below the first trained one."""
+    table = replace(linear("embed", 8, 64, trainable=False), is_lookup=True)
+    bottom, top = linear("bottom", 8, 16, trainable=False), linear("top", 16, 8, trainable=False)
+    half, scale = linear("half", 8, 8, False, "bfloat16"), ModuleNode("scale", "Scale", (Parameter("weight", (8,)),))
+    tree = ModuleNode("", "Model", children=(table, bottom, linear("first", 8, 4), top, half, scale))
+    for config in (configuration(3), Config(distributed_type="NO", mixed_precision="bf16")):
+        found = planned(tree, config, world_size=1 if config.mode == "single" else 4).memory
+        assert found.timeline[0].memory.gathered == 2 * (8 * 4 + 16 * 8)
+
+
 def test_hybrid_shards_inside_machines():
     found = planned(model(), configuration(4), world_size=4, ranks_per_machine=2)
     assert (found.axes.shards, found.axes.replicas) == (2, 2)

@@ -323,15 +323,14 @@ def _walk_ddp(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator
     """One step of DistributedDataParallel, or of a single process: nothing is sharded.
 
     The gradients are views of the reducer's buckets (gradient_as_bucket_view), so they exist once. Under mixed
-    precision autocast keeps a cast copy of every weight matrix from forward to backward.
+    precision autocast keeps a cast copy of weight matrices from forward to backward.
     """
     base, root = replace(_persistent(plan), reduction=_compression_bytes(plan, config)), plan.root
-    casts = _cast_bytes(plan, config)
     alive = _kept_bytes(root, config, kept)
     working = _working_bytes(root, config, kept)
     everything = _all_gradients(plan)
     from_start = everything if plan.axes.mode == "ddp" else _gradients_before(plan, config)
-    forward = replace(base, gradients=from_start, gathered=casts)
+    forward = replace(base, gradients=from_start, gathered=plan.cast_bytes)
     yield Moment("forward", "", replace(forward, activations=alive + working))
     yield Moment("loss", "", replace(forward, activations=alive + kept.logits_bytes))
     first = replace(forward, activations=alive + working + kept.output_bytes)
@@ -339,12 +338,6 @@ def _walk_ddp(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator
     last = replace(base, gradients=everything, activations=working + kept.output_bytes)
     yield Moment("backward", "the first block", last)
     yield Moment("optimizer", "", replace(base, gradients=everything))
-
-
-def _cast_bytes(plan: ShardedSizes, config: Config) -> int:
-    if dtypes(config).param in (None, "fp32"):
-        return 0
-    return plan.root.gathered_bytes
 
 
 def _compression_bytes(plan: ShardedSizes, config: Config) -> int:

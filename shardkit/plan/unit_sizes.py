@@ -69,7 +69,8 @@ class UnitSizes:
 
 @dataclass(frozen=True)
 class ShardedSizes:
-    """Input of the memory and traffic formulas. `units` are in forward order, without the root."""
+    """Input of the memory and traffic formulas. `units` are in forward order, without the root. `cast_bytes`: copies of
+    parameters that autocast keeps from forward to backward, where nothing is sharded."""
 
     axes: Axes
     units: tuple[UnitSizes, ...]
@@ -77,6 +78,7 @@ class ShardedSizes:
     replicated: UnitSizes
     buffer_bytes: int
     averaged_buffer_bytes: int = 0
+    cast_bytes: int = 0
 
 
 def axes(config: Config, world_size: int, ranks_per_machine: int) -> Axes:
@@ -136,7 +138,24 @@ def layout(
         replicated=replace(sizes, shards=1).unit("", [(n, parameters[n]) for n in decided.replicated], True, 0),
         buffer_bytes=buffer_bytes,
         averaged_buffer_bytes=buffer_bytes if ema is Ema.MODEL else 0,
+        cast_bytes=0 if is_sharded else _cast_bytes(tree, used.param),
     )
+
+
+def _cast_bytes(tree: ModuleNode, compute: str | None) -> int:
+    """Autocast casts fp32 matrices, and backward needs the copies of those that a gradient passes: all from the first
+    trained parameter on, in the order of registration. No copies of tables and vectors stay."""
+    if compute in (None, "fp32"):
+        return 0
+    sizes: dict[str, int] = {}
+    has_trainable = False
+    for node in tree.walk():
+        for parameter in node.parameters:
+            has_trainable = has_trainable or parameter.trainable
+            is_matrix = len(parameter.shape) > 1 and not node.is_lookup
+            if has_trainable and is_matrix and parameter.dtype == "float32":
+                sizes[parameter.tied_to or node.name_of(parameter)] = parameter.numel
+    return sum(sizes.values()) * itemsize(compute)
 
 
 def _computed_itemsize(parameter: Parameter, compute: str | None) -> int:
