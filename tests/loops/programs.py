@@ -299,12 +299,16 @@ class Script:
 
     @operation(often=2)
     def freeze(self) -> None:
+        """Between windows, as `unfreeze`: in one, hybrid strategies refuse it (`parts_frozen_in_a_window`)."""
+        if self.is_open:
+            return
         chosen = self.draw.choice(["parts.0", "norm", "parts.1.up", "parts.1.down", "embed"])
         self.inner.get_submodule(chosen).requires_grad_(self.draw.random() < 0.4)
 
     @operation()
     def unfreeze(self) -> None:
-        self.model.requires_grad_(True)
+        if not self.is_open:
+            self.model.requires_grad_(True)
 
     @operation()
     def change_learning_rate(self) -> None:
