@@ -298,8 +298,8 @@ def test_what_accelerate_saved_of_such_an_optimizer_comes_over(tmp_path, kind):
     (tmp_path / "old").mkdir()
     torch.save(model.state_dict(), tmp_path / "old/pytorch_model.bin")
     torch.save(optimizer.state_dict(), tmp_path / "old/optimizer.bin")
-    trained = {name: True for name, _ in model.named_parameters()}
-    done = convert.convert(tmp_path / "old", tmp_path / "new", 3, trained)
+    alone = Prepared([{name: True for name, _ in model.named_parameters()}], [])
+    done = convert.convert(tmp_path / "old", tmp_path / "new", 3, alone)
     found = model_of("plain", seed=9)
     other = KINDS[kind](found.parameters())
     checkpoints.load(state.Live([found], [other], {"counters": checkpoints.Counter()}), done.path)

@@ -93,7 +93,10 @@ def named(parameter: torch.Tensor, names: Mapping[int, str], where: str) -> str:
     """The fqn of an optimizer's parameter. Raises CheckpointError if no prepared model has it."""
     if id(parameter) not in names:
         shape = list(parameter.shape)
-        raise CheckpointError(f"{where}: a parameter of shape {shape} is in no prepared model; prepare its model too.")
+        raise CheckpointError(
+            f"{where}: a parameter of shape {shape} is in no prepared model; prepare its model too, or, if it was "
+            "removed from its model, leave it out of the optimizer's param_groups."
+        )
     return names[id(parameter)]
 
 
