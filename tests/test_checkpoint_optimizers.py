@@ -15,6 +15,7 @@ from shardkit import Accelerator
 from shardkit.checkpoint import convert, manifest, optimizers, state
 from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointError, StateIncomplete
+from shardkit.model.prepared import Prepared
 from tests import checkpoints
 
 

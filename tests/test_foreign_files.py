@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from shardkit.checkpoint import convert, dcp, foreign_files
 from shardkit.errors import CheckpointCorrupted, CheckpointError
+from shardkit.model.prepared import Prepared
 from tests.test_convert_checkpoint import one_step, save_alone
 
 PARTS = {"model-00001-of-00002": {"a": torch.ones(2)}, "model-00002-of-00002": {"b": torch.zeros(3)}}
@@ -87,9 +88,9 @@ def test_a_value_of_another_form_is_a_damaged_checkpoint(tmp_path, value):
     state["state"][0]["step"] = value
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     torch.save(state, tmp_path / "optimizer.bin")
-    names = {name: True for name, _ in model.named_parameters()}
+    alone = Prepared([{name: True for name, _ in model.named_parameters()}], [])
     with pytest.raises(CheckpointCorrupted, match=r"a value has another form .* \((Type|Value|Runtime)Error: "):
-        convert.convert(tmp_path, tmp_path / "out", parameters=names)
+        convert.convert(tmp_path, tmp_path / "out", prepared=alone)
 
 
 @pytest.mark.parametrize("step", [-3.0, 1e30])
@@ -100,8 +101,8 @@ def test_a_step_that_is_none_is_unknown(tmp_path, step):
     state["state"] = {0: state["state"][0]}
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     torch.save(state, tmp_path / "optimizer.bin")
-    names = {name: True for name, _ in model.named_parameters()}
-    done = convert.convert(tmp_path, tmp_path / "out", parameters=names)
+    alone = Prepared([{name: True for name, _ in model.named_parameters()}], [])
+    done = convert.convert(tmp_path, tmp_path / "out", prepared=alone)
     assert done.step == 0 and "its step is unknown; saved as step 0: set it with --step" in done.notes
 
 
