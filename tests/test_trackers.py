@@ -3,8 +3,11 @@
 import argparse
 import importlib.util
 import json
+import os
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,6 +201,38 @@ def test_line_ends_in_a_text_are_kept(kind, tmp_path):
     tracker.rewind(1, frozenset({"other"}))
     assert tracker.records()[0]["text"] == "one\r\ntwo\rthree\n"
     assert tracker.path.stat().st_ino == before.st_ino, "nothing to drop, so nothing is written"
+
+
+@pytest.mark.parametrize("kind", [JsonLines, Csv])
+def test_a_value_named_step_is_not_taken_for_the_step(kind, tmp_path):
+    """Records of samples seen, `{"step": 64 * step}`, were all dropped when the run resumed."""
+    tracker = kind(tmp_path, lambda: True)
+    for step in (1, 2, 3):
+        tracker.log({"step": 64 * step, "loss": 0.5}, step=step)
+    tracker.rewind(3, frozenset({"step", "loss"}))
+    assert [(record["step"], int(record["logged_step"])) for record in tracker.records()] == [(1, 64), (2, 128)]
+
+
+IN_ASCII = r"""
+import sys
+from pathlib import Path
+from shardkit.tracking.records import Csv, JsonLines
+for kind in (JsonLines, Csv):
+    tracker = kind(Path(sys.argv[1]), lambda: True)
+    tracker.log({"a": "\u00e9"}, step=1)
+    tracker.log({"b": "\u2192"}, step=2)
+    tracker.rewind(2, frozenset({"b"}))
+    tracker.log({"b": "\u2192"}, step=3)
+    assert [record["step"] for record in tracker.records()] == [1, 3]
+    assert tracker.records()[0]["a"] == "\u00e9" and tracker.records()[1]["b"] == "\u2192"
+"""
+
+
+def test_records_are_utf_8_in_every_locale(tmp_path):
+    ascii_only = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    command = [sys.executable, "-c", IN_ASCII, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120, env=os.environ | ascii_only)
+    assert (tmp_path / "metrics.csv").read_bytes() == "step,a,b\n1,é,\n3,,→\n".encode()
 
 
 @pytest.mark.parametrize("kind", [JsonLines, Csv])

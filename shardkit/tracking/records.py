@@ -74,7 +74,7 @@ class _File(Tracker):
 
     def _content(self) -> str:
         """The file's text, with the line ends that are in its values."""
-        with open(self.path, newline="") as file:
+        with open(self.path, newline="", encoding="utf-8") as file:
             return file.read()
 
     def _complete(self) -> str:
@@ -97,7 +97,7 @@ class JsonLines(_File):
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
         self._open()
-        self._append(self._text([{"step": step, **{name: plain(value) for name, value in values.items()}}]))
+        self._append(self._text([_record(values, step)]))
 
     def records(self) -> list[Record]:
         found = []
@@ -123,7 +123,7 @@ class Csv(_File):
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
         self._open()
-        record = {"step": step, **{name: plain(value) for name, value in values.items()}}
+        record = _record(values, step)
         if self._columns is None:
             self._columns = self._columns_there()
         if new := [name for name in record if name not in self._columns]:
@@ -141,7 +141,7 @@ class Csv(_File):
     def _columns_there(self) -> list[str]:
         if not self.path.exists():
             return []
-        with open(self.path, newline="") as file:
+        with open(self.path, newline="", encoding="utf-8") as file:
             return next(csv.reader(file), [])
 
     def _text(self, records: list[Record]) -> str:
@@ -151,6 +151,11 @@ class Csv(_File):
         columns, text = self._columns or self._columns_there(), io.StringIO()
         csv.DictWriter(text, columns, lineterminator="\n").writerows(records)
         return text.getvalue()
+
+
+def _record(values: dict[str, Any], step: int | None) -> Record:
+    """One call's record. A value that is named `step` gets another name: a resumed run drops records by their step."""
+    return {"step": step, **{"logged_step" if name == "step" else name: plain(one) for name, one in values.items()}}
 
 
 def _comes_again(record: Record, step: int, names: frozenset[str]) -> bool:
@@ -182,5 +187,5 @@ def _free_name(path: Path) -> Path:
 def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
+    temporary.write_bytes(text.encode())
     os.replace(temporary, path)
