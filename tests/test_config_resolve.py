@@ -202,13 +202,8 @@ def test_what_the_tools_and_schedulers_say_is_understood():
         ("NVIDIA GB10", 0, 12.1),
         ("Orin", 0, None),
     ]
-    assert [first_host(hosts) for hosts in ("node[03-05,9],b", "a,b", "gpu7-ib", "n[1]-x", "")] == [
-        "node03",
-        "a",
-        "gpu7-ib",
-        "n1-x",
-        None,
-    ]
+    lists = ("node[03-05,9],b", "a,b", "gpu7-ib", "n[1]-x", "rack[0-1]node[03-05],b", "")
+    assert [first_host(hosts) for hosts in lists] == ["node03", "a", "gpu7-ib", "n1-x", "rack0node03", None]
     job = scheduler({"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "1", "NNODES": "2"})
     assert job is not None and (job.name, job.machines, job.machine_rank) == ("Kubernetes", 2, 1)
     assert scheduler({}) is None

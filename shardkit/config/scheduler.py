@@ -191,6 +191,6 @@ def number(variables: Mapping[str, str], *names: str) -> int | None:
 
 
 def first_host(hosts: str) -> str | None:
-    """The first of SLURM's hosts: `node[03-05,9],other` -> `node03`."""
-    match = re.match(r"\s*([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", hosts)
-    return f"{match[1]}{match[2] or ''}{match[3] or ''}".strip() if match else None
+    """The first of SLURM's hosts: `node[03-05,9],other` -> `node03`, `rack[0-1]node[03-05]` -> `rack0node03`."""
+    found = re.match(r"(?:[^\[,]|\[[^\]]*\])+", hosts.strip())
+    return re.sub(r"\[(\d*)[^\]]*\]", r"\1", found[0]) if found else None
