@@ -273,6 +273,10 @@ def test_everything_that_is_wrong_is_told_at_once_with_its_place(tmp_path):
         ("fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: \"['A', 'B']\"\n", "is not the name of a class"),
         ("fsdp_config:\n  fsdp_wrap_policy: NO_WRAP\n  fsdp_auto_wrap_policy: NO_WRAP\n", "sets the same as"),
         ("fsdp_config:\n  fsdp_sharding_strategy: 1\n  fsdp_reshard_after_forward: no\n", "means SHARD_GRAD_OP, but"),
+        (
+            "shardkit:\n  launch:\n    hang_timeout_s: 10m\n",
+            "shardkit.yaml:3:21: shardkit.launch.hang_timeout_s: is not a number (got '10m'); write one such as 600.",
+        ),
         ("lr: 0.1\n", "shardkit.yaml:1:1: lr: unknown key; it belongs in your training script"),
         (
             "megatron_amp_O2: no\n",
@@ -534,7 +538,8 @@ def test_editors_accept_what_we_write_and_refuse_what_we_refuse():
         THEIRS,
     ]:
         assert validator.is_valid(yaml.safe_load(text))
-    for text in ["num_procesess: 2", "fsdp_config: {fsdp_offload_parms: yes}", "mixed_precision: fp9"]:
+    refused = ["num_procesess: 2", "fsdp_config: {fsdp_offload_parms: yes}", "mixed_precision: fp9"]
+    for text in [*refused, "shardkit: {launch: {hang_timeout_s: 10m}}"]:
         assert not validator.is_valid(yaml.safe_load(text))
     described = validator.schema["properties"]["fsdp_config"]["properties"]["fsdp_offload_params"]
     assert described["description"] == text_of(FsdpConfig, "offload_params")

@@ -64,7 +64,8 @@ def _kind(kind: str) -> dict[str, Any]:
     if "bool" in kind:
         return {"anyOf": [{"type": ["boolean", "null"]}, {"enum": ["yes", "no", "true", "false"]}]}
     if "int" in kind or "float" in kind:
-        return {"anyOf": [{"type": ["number", "null"]}, {"type": "string", "pattern": "^[0-9][0-9_,.e+]*[kKmMbB]?$"}]}
+        units = "[kKmMbB]?" if "int" in kind else ""
+        return {"anyOf": [{"type": ["number", "null"]}, {"type": "string", "pattern": f"^[0-9][0-9_,.e+]*{units}$"}]}
     return {"type": ["string", "number", "null"]}
 
 

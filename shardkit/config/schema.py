@@ -109,6 +109,12 @@ def read_count(value: Any) -> Any:
     return int(number) if number.is_integer() else value
 
 
+def read_seconds(value: Any) -> Any:
+    """600, "600", "1e3" -> seconds. Units are rejected by pydantic: `10m` is not ten million seconds."""
+    is_unit = isinstance(value, str) and value.strip()[-1:].lower() in _UNITS
+    return value if is_unit else read_count(value)
+
+
 def read_precision(value: Any) -> Any:
     """YAML reads an unquoted `no` as False; fp32 and none mean the same."""
     if value is False or (isinstance(value, str) and value.strip().lower() in {"no", "none", "fp32", "false", "off"}):
@@ -213,7 +219,7 @@ Bool = Annotated[bool, BeforeValidator(read_bool)]
 MOST, _LONGEST_S = 10**15, 10**9
 SEEDS = 2**64
 Count = Annotated[int, BeforeValidator(read_count), Field(le=MOST)]
-Seconds = Annotated[float, BeforeValidator(read_count), Field(le=_LONGEST_S)]
+Seconds = Annotated[float, BeforeValidator(read_seconds), Field(le=_LONGEST_S)]
 Names = Annotated[list[str], BeforeValidator(read_names)]
 Lines = Annotated[list[str], BeforeValidator(read_lines)]
 Text = Annotated[str | None, BeforeValidator(read_text)]
