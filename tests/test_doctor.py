@@ -44,7 +44,7 @@ def test_findings_go_over_the_wire_and_are_read():
         "ok        all  a      b",
         "3 checks: 1 error, 1 warning.",
     ]
-    assert findings.render(rows[2:], 1).splitlines() == ["ok       a  b", "1 checks: nothing to change."]
+    assert findings.render(rows[2:], 1).splitlines() == ["ok       a  b", "1 check: nothing to change."]
 
 
 def test_what_a_machine_lacks_is_found_with_what_to_change(tmp_path):
@@ -81,6 +81,7 @@ def test_addresses_that_lead_nowhere_are_found():
         ("1, NVIDIA H100, 60000, 81559, 31, 0", Level.WARNING),
         ("2, NVIDIA H100, 4, 81559, 90, 0", Level.WARNING),
         ("3, NVIDIA H100, 4, 81559, 31, 2", Level.ERROR),
+        ("Unable to determine the device handle for GPU 0000:3B:00.0: Unknown Error", Level.ERROR),
     ],
 )
 def test_the_health_of_a_gpu_is_read_from_nvidia_smi(line, level):

@@ -58,4 +58,4 @@ def summary(findings: Sequence[Finding]) -> str:
         count = sum(finding.level is level for finding in findings)
         if count:
             parts.append(counted(count, word))
-    return f"{len(findings)} checks: {', '.join(parts) or 'nothing to change'}."
+    return f"{counted(len(findings), 'check')}: {', '.join(parts) or 'nothing to change'}."

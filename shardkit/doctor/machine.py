@@ -176,7 +176,10 @@ def gpus() -> list[Finding]:
 
 def gpu(line: str) -> Finding:
     """One GPU, from nvidia-smi's line with `GPU_FIELDS`; what it cannot tell is `[N/A]` there."""
-    index, name, used, total, degrees, errors = (field.strip() for field in line.split(","))
+    fields = [field.strip() for field in line.split(",")]
+    if len(fields) != len(GPU_FIELDS):  # a GPU that is lost has a sentence there
+        return Finding("GPUs", line.strip(), Level.ERROR, "look at dmesg; check the driver")
+    index, name, used, total, degrees, errors = fields
     text = f"{name}, {used} of {total} MiB used, {degrees} C, uncorrected memory errors {errors}"
     if errors.isdigit() and int(errors):
         return Finding(

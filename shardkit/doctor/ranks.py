@@ -74,7 +74,7 @@ def say(text: str) -> None:
 
 
 def limits(here: Process, number: int) -> list[Finding]:
-    """The limit of open files, which has been raised as far as the system lets a rank: too low, and none has come."""
+    """The limit of open files of a rank. The start of the ranks has raised it, and refuses one that is too low."""
     try:
         import resource
     except ImportError:  # Windows
