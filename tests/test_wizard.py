@@ -373,6 +373,13 @@ def test_editing_without_a_change_leaves_the_text_as_it_is(folder):
     assert (folder / "shardkit.yaml").read_text() == OURS
 
 
+def test_saving_without_a_change_keeps_the_backup_of_the_last_change(folder):
+    (folder / "shardkit.yaml").write_text(OURS)
+    assert talk_plainly(["edit", "change", "sharding", "2", "done", "save"]) == 0
+    assert talk_plainly(["edit", "save"]) == 0
+    assert (folder / "shardkit.yaml.bak").read_text() == OURS
+
+
 def talk_while_somebody_edits(path, before_line, lines):
     """A conversation in plain mode; before that line is typed, something else writes the file."""
 

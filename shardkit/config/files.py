@@ -183,10 +183,12 @@ def write_text(text: str, path: Path, advice: str = ELSEWHERE) -> None:
 
 
 def replace_text(text: str, path: Path) -> None:
-    """`write_text`; an existing file is kept as .bak. Raises ConfigError."""
+    """`write_text`; an existing file is kept as .bak, unless it has this text already. Raises ConfigError."""
     kept = Path(f"{path}.bak")
     with _writing(kept):
         if path.is_file():
+            if path.read_bytes() == text.encode(errors="backslashreplace"):
+                return
             shutil.copy2(path, kept)
     write_text(text, path)
 
