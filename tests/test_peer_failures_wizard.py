@@ -111,6 +111,13 @@ def test_8_ctrl_d_is_one_line(folder, capsys):
     assert capsys.readouterr().err == "shardkit config: stopped, nothing was written.\n"
 
 
+def test_8_in_plain_mode_too_its_line_is_one_of_its_own(folder, capfd):
+    assert talk_plainly([]) == 130
+    captured = capfd.readouterr()
+    assert captured.out.endswith("\nAnswer [none]: \n")
+    assert captured.err == "shardkit config: stopped, nothing was written.\n"
+
+
 def test_8_there_is_a_way_back_and_a_review(folder):
     assert talk(ENTER * 2 + "2" + ENTER + BACK + "4" + ENTER + ENTER * 4) == 0
     assert saved(folder)["num_processes"] == 4

@@ -152,7 +152,8 @@ class PlainPrompter:
         while True:
             try:
                 typed = self.read(caret).strip()
-            except EOFError:
+            except (EOFError, KeyboardInterrupt):
+                print()  # what is said next begins a line
                 raise KeyboardInterrupt from None
             if typed in {"?", "help"}:
                 self.say(f"{prompt.help or NO_HELP} ({self.keys_text})")

@@ -130,7 +130,7 @@ def _choose(session: Conversation, config: Config, target: Target) -> Choice:
     options = (
         Option("save", save, disabled=wrong),
         Option("change", "Change an answer..."),
-        Option("advanced", "Advanced...", _some(advanced), disabled="" if advanced else "no setting applies"),
+        Option("advanced", "Advanced...", _some(advanced)),
         Option("elsewhere", "Another file name..."),
         Option("quit", "Quit without saving"),
     )
