@@ -22,7 +22,7 @@ class Situation:
     answers: Mapping[str, Any] = field(default_factory=dict)
     base: Config = field(default_factory=Config)
     has_base: bool = False
-    """Whether `base` was given by a file or flags: its values are then always possible answers."""
+    """Whether `base` was read from a file: its values are then possible answers."""
     folder: Path = field(default_factory=Path.cwd)
 
     @property
