@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,9 @@ def test_hidden_is_a_multiple_of_heads():
 def test_a_description_survives_json():
     found = describe(SMALL)
     assert from_json(json.loads(json.dumps(to_json(found)))) == found
+    marks = {"alias_of": "first", "has_statistics": True, "is_lookup": True, "is_kept_whole": True}
+    marked = replace(found, tree=replace(found.tree, children=(ModuleNode("again", "Linear", **marks),)))
+    assert from_json(json.loads(json.dumps(to_json(marked)))) == marked
 
 
 @pytest.mark.parametrize(

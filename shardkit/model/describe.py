@@ -120,6 +120,7 @@ def _node_to_json(node: ModuleNode) -> list[Any]:
         node.alias_of,
         node.has_statistics,
         node.is_lookup,
+        node.is_kept_whole,
     ]
 
 
