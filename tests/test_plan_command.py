@@ -318,6 +318,18 @@ def test_the_file_names_the_model_and_the_settings(capsys):
     assert "* 2 SHARD_GRAD_OP" in out
 
 
+def test_machines_of_the_file_have_as_many_ranks_in_another_world(capsys):
+    Path("shardkit.yaml").write_text(
+        "distributed_type: FSDP\nnum_processes: 8\nnum_machines: 2\nmain_process_ip: 10.0.0.1\n"
+        "fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n"
+    )
+    of_eight = ("--world", "16", "--per-machine", "8")
+    for arguments, machines, shards in [((), 2, 4), (("--world", "16"), 4, 4), (of_eight, 2, 8)]:
+        data = json.loads(plan(capsys, "--model", SMALL, *arguments, "--json"))
+        hybrid = next(row for row in data["strategies"] if row["strategy"] == "HYBRID_SHARD")
+        assert (data["world_size"] // data["ranks_per_machine"], hybrid["shards"]) == (machines, shards)
+
+
 def test_no_model_is_refused_with_the_forms(capsys):
     code, err = refused(capsys, "--world", "8")
     assert code == 2

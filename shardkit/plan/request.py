@@ -35,7 +35,7 @@ def configuration(
     """The file's configuration, or the defaults, with KEY=VALUE pairs, strategy and number of ranks as requested;
     without a file bf16 is assumed on all devices but CPUs. Raises UsageError and ConfigError, with all problems."""
     given = settings_from(pairs)
-    of_world = {} if world is None else _of_world(world, per_machine)
+    of_world = {} if world is None else _of_world(world, per_machine or _ranks_per_machine(_resolved(path, given)))
     chosen = {
         name: of_world[name] for name in ("num_processes", *(["num_machines"] if per_machine else [])) if of_world
     }
@@ -48,9 +48,22 @@ def configuration(
     return resolve(path, given, defaults_for_hardware=False).config
 
 
-def _of_world(world: int, per_machine: int | None) -> dict[str, str]:
-    """The settings for so many ranks, on machines of so many or 8."""
-    ranks = min(per_machine or 8, world)
+def _resolved(path: Path | None, given: dict[str, str]) -> Config:
+    """The configuration; the defaults where it has a problem, which the caller's own resolution reports."""
+    try:
+        return resolve(path, given, defaults_for_hardware=False).config
+    except ConfigError:
+        return Config()
+
+
+def _ranks_per_machine(config: Config) -> int:
+    """Those of the configuration's machines, or 8 where it has one machine."""
+    return config.processes_per_machine if config.num_machines > 1 else 8
+
+
+def _of_world(world: int, per_machine: int) -> dict[str, str]:
+    """The settings for so many ranks, on machines of so many."""
+    ranks = min(per_machine, world)
     machines = world // ranks if world % ranks == 0 else 1
     counted = FlagValue(str(machines), f"--world {world}, in machines of {ranks}")
     found = {"num_processes": FlagValue(str(world), "--world"), "num_machines": counted}
@@ -60,10 +73,7 @@ def _of_world(world: int, per_machine: int | None) -> dict[str, str]:
 def _with_implied(path: Path | None, given: dict[str, str], strategy: str | None, device: str | None) -> dict[str, str]:
     """The settings, with what follows from them and the flags: --strategy means FSDP, or PyTorch/XLA if that is
     configured; no file means bf16, on all devices but CPUs."""
-    try:
-        found = resolve(path, given, defaults_for_hardware=False).config
-    except ConfigError:
-        found = Config()  # the caller resolves all settings, and reports all problems
+    found = _resolved(path, given)
     is_for_cpu = device is not None and device.strip().lower() == "cpu"  # as `devices.find` reads it
     if path is None and not is_for_cpu and not runs_on_cpu(found):
         given = {"mixed_precision": "bf16", **given}
@@ -104,20 +114,19 @@ def build(
 ) -> PlanRequest:
     """The request for the configuration's ranks. Reads the model, which may take seconds.
 
-    `per_machine`: by default that of the configuration, or 8 where it has one machine. `optimizer`: a name of
+    `per_machine`: by default `_ranks_per_machine`. `optimizer`: a name of
     `optimizer_name`. `network`: Gb/s of one machine's adapters together, by default the device's.
     Raises the errors of `describe`.
     """
     if device != devices.find("cpu", device.memory_bytes):
         config = config.model_copy(update={"use_cpu": False})  # a file for this CPU, a plan for GPUs elsewhere
-    ranks = per_machine or (config.processes_per_machine if config.num_machines > 1 else 8)
     with waiting(f"reading the model {model}"):
         description = describe(model)
     request = PlanRequest(
         description=description,
         config=config if description.has_class_names else _without_class_names(config),
         world_size=config.num_processes,
-        ranks_per_machine=ranks,
+        ranks_per_machine=per_machine or _ranks_per_machine(config),
         device=device,
         optimizer=optimizer,
         batch_size=batch_size,
