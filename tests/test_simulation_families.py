@@ -1,5 +1,6 @@
 """Models that are more than a stack of blocks, simulated: unused branches, adapters, encoder-decoders."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,8 +11,12 @@ from torch import nn
 from shardkit.config.schema import Config, FsdpConfig
 from shardkit.model.facts import transformer_facts
 from shardkit.model.families import activation_gaps
+from shardkit.model.sources import describe
 from shardkit.plan import activations, worker
+from shardkit.plan.answer import PlanRequest
 from shardkit.plan.closed_form import Memory
+from shardkit.plan.devices import DEVICES
+from shardkit.plan.simulation import simulate
 
 MIB = 2**20
 HERE = __name__
@@ -181,6 +186,19 @@ def test_families_whose_input_is_no_text_have_a_batch(family):
     step = simulated(family, seq_len=4000 if family == "wav2vec2" else 32)
     assert max(moment.memory.activations for moment in step.moments) > 0
     assert step.unused == (("wav2vec2.masked_spec_embed",) if family == "wav2vec2" else ())
+
+
+@pytest.mark.slow
+def test_the_simulated_sequence_is_the_one_that_is_reported(tmp_path):
+    """RoBERTa's table has two rows of positions that no token uses."""
+    import transformers
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    transformers.RobertaConfig(vocab_size=100, max_position_embeddings=34, **sizes).save_pretrained(tmp_path)
+    asked = PlanRequest(describe(str(tmp_path)), Config(num_processes=2), 2, 2, DEVICES["cpu"], batch_size=1)
+    assert asked.sequence_tokens == 32
+    (by_default,), (given,) = simulate(asked), simulate(replace(asked, seq_len=32))
+    assert by_default.memory.peak == given.memory.peak
 
 
 def test_a_family_that_the_closed_form_does_not_know_is_a_lower_bound():

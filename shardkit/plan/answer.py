@@ -49,6 +49,12 @@ class PlanRequest:
     def machines(self) -> int:
         return -(-self.world_size // self.ranks_per_machine)
 
+    @property
+    def sequence_tokens(self) -> int | None:
+        """Tokens of a sequence: as given, else the model's maximum; None if that is unknown."""
+        facts = self.description.facts
+        return self.seq_len or (facts.seq_len if facts else None)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -133,7 +139,7 @@ def row(request: PlanRequest, strategy: ShardingStrategy | None = None) -> Row:
         found.traffic,
         request.device,
         request.batch_size,
-        request.seq_len,
+        request.sequence_tokens,
     )
     return Row(config.fsdp.sharding_strategy, found, fits(request.device, found.memory), time)
 
@@ -228,8 +234,7 @@ def notes_on(request: PlanRequest) -> Iterator[str]:
 def note_on_time(request: PlanRequest) -> str | None:
     """Why there is no estimate of the time, or why it may be too short."""
     description, batch_size = request.description, request.batch_size
-    facts = description.facts
-    seq_len = request.seq_len or (facts.seq_len if facts else None)
+    facts, seq_len = description.facts, request.sequence_tokens
     if facts is None or not batch_size or not seq_len:
         return None
     if reason := why_unknown(description.tree, facts):
@@ -275,7 +280,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "ema": request.ema.value,
         "batch": request.own_batch,
         "batch_size": request.batch_size,
-        "seq_len": request.seq_len or (request.description.facts.seq_len if request.description.facts else None),
+        "seq_len": request.sequence_tokens,
         "strategies": [_row_json(row, request.device) for row in answer.rows],
         "chosen": answer.chosen.value,
         "suggested": answer.suggested.value if answer.suggested else None,

@@ -44,13 +44,11 @@ def _headline(request: PlanRequest) -> str:
         where += f" on {request.machines:,} machines"
     load = [where, request.device.name, dtypes(config).param or "fp32"]
     load.append(request.own_optimizer or request.optimizer)
-    facts = request.description.facts
-    seq_len = request.seq_len or (facts.seq_len if facts else None)
     if request.own_batch:
         load.append(f"micro-batch of {request.own_batch}")
-    if request.batch_size and seq_len:
+    if request.batch_size and request.sequence_tokens:
         by_formula = " in the closed form" if request.own_batch else ""
-        load.append(f"micro-batch {request.batch_size} x {seq_len:,} tokens a rank{by_formula}")
+        load.append(f"micro-batch {request.batch_size} x {request.sequence_tokens:,} tokens a rank{by_formula}")
     if config.shardkit.gradient_accumulation_steps > 1:
         load.append(f"{config.shardkit.gradient_accumulation_steps} micro-batches a step")
     if config.fsdp.activation_checkpointing:

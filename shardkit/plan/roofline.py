@@ -89,7 +89,6 @@ def step_time(
     seq_len: int | None,
 ) -> StepTime | None:
     """One rank's step time, or None if FLOPs or the device's speed are unknown."""
-    seq_len = seq_len or (facts.seq_len if facts else None)
     compute = compute_dtype(tree, config)
     peak = device.flops.get(compute)
     if facts is None or not batch_size or not seq_len or not peak or why_unknown(tree, facts):

@@ -99,7 +99,7 @@ def simulate(
         "optimizer": optimizer or request.optimizer,
         "batch": batch,
         "batch_size": request.batch_size or 1,
-        "seq_len": request.seq_len,
+        "seq_len": request.sequence_tokens,
         "is_exact": is_exact,
         "loss": request.loss.value,
         "ema": request.ema.value,
