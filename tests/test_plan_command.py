@@ -716,6 +716,16 @@ def test_the_picture(capsys, suffix):
     assert len(set(paths)) == len(plot.CATEGORIES)  # tells them apart without colour
 
 
+def test_each_chart_of_the_page_has_its_own_patterns(capsys):
+    """Those of a tab that is hidden draw nothing."""
+    plan(capsys, "--model", SMALL, "--world", "8", "--strategy", "2", "--plot", "plan.html")
+    pictures = Path("plan.html").read_text().split("<div class='picture'")[1:]
+    names = [re.findall(r'<pattern id="([^"]+)"', picture) for picture in pictures]
+    assert len({name for own in names for name in own}) == len(pictures) * len(plot.CATEGORIES)
+    for own, picture in zip(names, pictures, strict=True):
+        assert set(re.findall(r"url\(#([^)]+)\)", picture)) == set(own)
+
+
 def test_the_scale_of_a_picture_is_in_the_units_of_its_sizes():
     assert [plot.ticks(maximum)[1] for maximum in (100, 100 * 2**10, 100 * 2**20, 100 * 2**30)] == [
         *("KiB", "KiB", "MiB", "GiB")

@@ -51,9 +51,15 @@ def _tabs(answer: Answer) -> list[str]:
         parts.append(f"<input class='tab' type='radio' name='tab' id='tab{number}'{checked}>")
         parts.append(f"<label class='tab' for='tab{number}'>{number} {row.strategy.value}</label>")
     for row in answer.rows:
-        picture = svg(replace(answer, chosen=row.strategy))
+        picture = _with_own_patterns(svg(replace(answer, chosen=row.strategy)), row.strategy.number)
         parts.append(f"<div class='picture' id='picture{row.strategy.number}'>{picture}</div>")
     return ["<div>", *parts, "</div>"]
+
+
+def _with_own_patterns(picture: str, number: int) -> str:
+    """The chart with names of patterns that no other chart has: of equal ones browsers take the first, and draw nothing
+    with it while its tab is hidden."""
+    return picture.replace('<pattern id="', f'<pattern id="tab{number}-').replace("url(#", f"url(#tab{number}-")
 
 
 def _table(answer: Answer) -> list[str]:
