@@ -173,6 +173,12 @@ def test_what_to_change_when_it_does_not_fit(capsys):
         assert line.split()[2] in {"yes", "NO"}
 
 
+def test_changes_of_a_small_model_are_in_its_unit(capsys):
+    out = plan(capsys, "--model", SMALL, "--world", "8", "--batch-size", "64", "--device", "1GiB")
+    assert re.search(r"needs [\d,]+\.\d MiB\. Changes", out)
+    assert " GiB " not in out.partition("Changes that lower it")[2].partition("\n\n")[0]
+
+
 def test_each_change_alone_has_the_effect_that_is_said():
     request = make_request(world_size=8, batch_size=4, strategy=3)
     for change in changes(request):

@@ -225,9 +225,10 @@ def _changes(answer: Answer) -> str:
     chosen = answer.chosen_row
     peak = chosen.memory.peak.total
     by_formula = ", by the closed form" if chosen.simulated else ""
-    lines = [f"{_strategy(chosen)} needs {peak / GIB:,.1f} GiB. Changes that lower it{by_formula}:"]
+    scale, unit = _unit(peak)
+    lines = [f"{_strategy(chosen)} needs {peak / scale:,.1f} {unit}. Changes that lower it{by_formula}:"]
     for change in answer.changes:
-        effect = f"-{change.saved_bytes / GIB:,.1f} GiB"
+        effect = f"-{change.saved_bytes / scale:,.1f} {unit}"
         parts = change.text.split(" and ")
         lines.append(f"    {effect:>14}  {_yes_no(change.fits):<4}{parts[0]}")
         lines += [f"{'':>24}and {part}" for part in parts[1:]]
