@@ -196,6 +196,10 @@ def test_show_proves_where_each_value_comes_from(capsys, monkeypatch):
     assert set(json.loads(out)["num_processes"]) == {"here", "other"}
     out, _ = shardkit(capsys, "config", "show", "--diff", "other.yaml")
     assert out == "num_processes: 2 -> 4\n"
+    out, _ = shardkit(capsys, "config", "show", "mixed_precision", "--diff", "other.yaml")
+    assert out == "", "differences of this setting only"
+    _, error = shardkit(capsys, "config", "show", "nothing", "--diff", "other.yaml", code=2)
+    assert "unknown setting (got nothing)" in error
     _, error = shardkit(capsys, "config", "show", "fsdp.nothing", code=2)
     assert "config show: unknown setting (got fsdp.nothing)" in error
     _, error = shardkit(capsys, "config", "show", "other.yaml", code=2)

@@ -116,15 +116,15 @@ def show(
     loaded = resolve(file, _settings(settings))
     name = loaded.path or f"no file; defaults for this machine{_of_accelerate()}"
     print(f"configuration: {name}", file=sys.stderr)
+    names = _names_below(key)
     if diff is not None:
-        found = _difference(loaded.config, read(diff).config)
+        found = _difference(loaded.config, read(diff).config, names)
         if as_json:
             rows = {name: {"here": here, "other": other} for name, here, other in found}
             print(json.dumps(to_jsonable_python(rows), indent=2))
         else:
             _print_difference(found)
         return 0
-    names = _names_below(key)
     if as_json:
         print(json.dumps(to_jsonable_python(_as_data(loaded, names, origin)), indent=2))
     elif origin:
@@ -360,9 +360,9 @@ def _as_data(loaded: "LoadedConfig", names: list[str], origin: bool) -> dict[str
     }
 
 
-def _difference(config: "Config", other: "Config") -> list[tuple[str, object, object]]:
-    """(setting, value, the other's value) of the settings that differ."""
-    values = [(name, _value(config, name), _value(other, name)) for name in _names_below(None)]
+def _difference(config: "Config", other: "Config", names: list[str]) -> list[tuple[str, object, object]]:
+    """(setting, value, the other's value) of those settings that differ."""
+    values = [(name, _value(config, name), _value(other, name)) for name in names]
     return [row for row in values if row[1] != row[2]]
 
 
