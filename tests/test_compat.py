@@ -32,7 +32,9 @@ from shardkit.compat.plugins import (
     GradientAccumulationPlugin,
     TorchDynamoPlugin,
 )
-from shardkit.compat.states import AcceleratorState, PartialState, is_initialized
+from shardkit.compat.startup import around_script
+from shardkit.compat.states import AcceleratorState, PartialState, is_initialized, kind_of
+from shardkit.compat.touched import TOUCHED
 from shardkit.compat.window import GradientState
 from shardkit.config.keys import resolve_name
 from shardkit.errors import MachineError, UsageError
@@ -587,10 +589,21 @@ def test_the_trainers_files_of_a_model_and_an_optimizer_come_back(ranks, tmp_pat
 def test_arguments_of_accelerates_that_shardkit_does_not_run_are_refused(clean_states):
     with pytest.raises(UsageError, match="does not run DeepSpeed"):
         Accelerator(deepspeed_plugin=object())
+    with pytest.raises(UsageError, match=r"Accelerator\(typo=...\): unknown argument \(got False\)"):
+        Accelerator(typo=False)
+    others = {"deepspeed_plugin": None, "log_with": [], "use_seedable_sampler": False}
+    accelerator = Accelerator(cpu=True, even_batches=False, **others)
+    assert not accelerator.even_batches, "an argument of older versions"
     with pytest.raises(UsageError, match="both given"):
         Accelerator(gradient_accumulation_steps=2, gradient_accumulation_plugin=GradientAccumulationPlugin(3))
     with pytest.raises(MachineError, match=r"fp8 needs a GPU of compute capability 8\.9 \(got cpu\); write bf16"):
         Accelerator(mixed_precision="fp8")
+
+
+def test_tpus_have_their_own_distributed_type_on_any_number_of_ranks():
+    for mode in ("xla", "ddp"):  # of an Accelerator; of a PartialState before it
+        for world_size in (1, 8):
+            assert kind_of(mode, world_size, torch.device("xla")) is DistributedType.XLA
 
 
 def test_the_autocast_context_of_an_fp8_run_is_bf16(clean_states):
@@ -734,6 +747,43 @@ def trains_under_fsdp_of_an_older_torch():
 def test_an_older_torch_ignores_find_unused_parameters_under_fsdp_and_says_so(ranks):
     told, _ = ranks.run(2, trains_under_fsdp_of_an_older_torch)
     assert len(told) == 1 and "no effect under FSDP before torch 2.13" in told[0]
+
+
+def test_a_hook_that_is_removed_leaves_a_forward_that_the_script_set():
+    hooks = import_module("shardkit.compat.hooks")
+    module = torch.nn.Linear(1, 1)
+    module.forward = lambda x: "the script's"
+    for append in (False, True):
+        hooks.add_hook_to_module(module, hooks.ModelHook(), append)
+    assert module(1) == "the script's"
+    hooks.remove_hook_from_module(module)
+    assert module(1) == "the script's" and "_hf_hook" not in vars(module)
+    del module.forward
+    hooks.remove_hook_from_module(hooks.add_hook_to_module(module, hooks.ModelHook()))
+    assert "forward" not in vars(module)
+
+
+def test_a_device_placement_that_is_not_one_for_each_is_refused(clean_states):
+    accelerator = Accelerator(cpu=True)
+    for given, got in (([True], "1 for 2"), (True, "True for 2")):
+        with pytest.raises(UsageError, match=rf"needs one value per argument \(got {got}\); write a list"):
+            accelerator.prepare(torch.nn.Linear(1, 1), "text", device_placement=given)
+    assert accelerator.prepare(torch.nn.Linear(1, 1), "text", device_placement=[True, None])[1] == "text"
+
+
+def test_a_run_is_no_failure_where_its_report_on_names_cannot_be_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(TOUCHED, "stood_in", {})
+    kept = of_accelerate()
+    try:
+        with around_script(tmp_path / "removed"):
+            exec("from accelerate import Accelerator", {"__name__": "__main__"})
+    finally:
+        of_accelerate()
+        sys.modules.update(kept)
+    told = capsys.readouterr().err
+    assert "used, by script: Accelerator" in told
+    assert told.endswith("removed/accelerate.txt cannot be written (No such file or directory).\n")
 
 
 def test_prepare_gives_back_what_it_does_not_know(clean_states):

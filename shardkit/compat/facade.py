@@ -36,7 +36,7 @@ from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import accelerator as own
 from shardkit.runtime import objects, unsupported
-from shardkit.runtime.prepare import kind_of
+from shardkit.runtime.prepare import kind_of, one_for_each
 from shardkit.runtime.project import ProjectConfiguration
 from shardkit.sharding.gradient_sync import gradient_sync
 from shardkit.storage.url import Url
@@ -105,7 +105,9 @@ class Accelerator(PlainAttributes, own.Accelerator):
             parallelism_config=parallelism_config,
             dynamo_plugin=dynamo_plugin,
             rng_types=rng_types,
-            **{name: value for name, value in {"log_with": log_with, **refused, **others}.items() if value},
+            log_with=log_with or None,
+            **{name: value for name, value in refused.items() if value},
+            **others,
         )
         self.rng_types = list(rng_types or [])
         self.dataloader_config = dataloader_config or DataLoaderConfiguration()
@@ -134,9 +136,8 @@ class Accelerator(PlainAttributes, own.Accelerator):
         self._read_ddp_handler()
         known = [kind_of(one) is not None for one in args]
         if device_placement is not None:
-            arguments["device_placement"] = [
-                place for place, is_known in zip(device_placement, known, strict=True) if is_known
-            ]
+            places = zip(one_for_each(device_placement, len(args)), known, strict=True)
+            arguments["device_placement"] = [place for place, is_known in places if is_known]
         given = [one for one, is_known in zip(args, known, strict=True) if is_known]
         prepared = super().prepare(*given, **arguments) if given else ()
         found = iter(prepared if len(given) > 1 else [prepared])

@@ -283,6 +283,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         return hook.post_forward(module, output)
 
     module._hf_hook, module._old_forward = hook, plain  # type: ignore[assignment]
+    module.__dict__["_own_forward"] = module.__dict__.get("forward")
     module.forward = update_wrapper(forward, plain)
     return module
 
@@ -292,6 +293,8 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     if "_hf_hook" in module.__dict__:
         module._hf_hook.detach_hook(module)  # type: ignore[operator, union-attr]
         del module.__dict__["_hf_hook"], module.__dict__["_old_forward"], module.__dict__["forward"]
+        if (own := module.__dict__.pop("_own_forward")) is not None:
+            module.forward = own  # one that the script has set
     if recurse:
         for child in module.children():
             remove_hook_from_module(child, recurse)

@@ -26,4 +26,7 @@ def around_script(log_dir: Path) -> Iterator[None]:
         ranks = env.ranks()
         if (ranks is None or ranks.rank == 0) and TOUCHED.is_anything:
             print(report(TOUCHED), file=sys.stderr)
-            (log_dir / "accelerate.txt").write_text(report(TOUCHED, limit=None) + "\n")
+            try:
+                (log_dir / "accelerate.txt").write_text(report(TOUCHED, limit=None) + "\n")
+            except OSError as error:  # as any other log: the run's result does not depend on it
+                print(f"warning: {log_dir}/accelerate.txt cannot be written ({error.strerror}).", file=sys.stderr)

@@ -30,6 +30,8 @@ def is_initialized() -> bool:
 
 def kind_of(mode: str, world_size: int, device: torch.device) -> DistributedType:
     """The distributed type, by Accelerate's names."""
+    if device.type == "xla":
+        return DistributedType.XLA
     if mode == "fsdp":
         return DistributedType.FSDP
     if world_size == 1:

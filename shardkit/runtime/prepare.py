@@ -149,14 +149,22 @@ def _kinds(objects: Sequence[Any]) -> list[Kind]:
 
 
 def _placement(run: Run, objects: Sequence[Any], asked: Sequence[bool | None] | None) -> list[bool]:
-    """Whether each of the objects is moved to the rank's device. UsageError where the number of values differs."""
-    asked = [None] * len(objects) if asked is None else asked
-    if len(asked) != len(objects):
+    """Whether each of the objects is moved to the rank's device."""
+    given = one_for_each(asked, len(objects))
+    return [run.loops.device_placement if answer is None else answer for answer in given]
+
+
+def one_for_each(asked: Sequence[bool | None] | None, number: int) -> Sequence[bool | None]:
+    """The values of device_placement for so many objects. UsageError if it is not one for each."""
+    if asked is None:
+        return [None] * number
+    if not isinstance(asked, (list, tuple)) or len(asked) != number:
+        got = len(asked) if isinstance(asked, (list, tuple)) else repr(asked)
         raise UsageError(
-            f"prepare(device_placement=...): needs one value per argument (got {len(asked)} for {len(objects)}); "
-            "write True, False or None for each."
+            f"prepare(device_placement=...): needs one value per argument (got {got} for {number}); "
+            "write a list of True, False or None for each."
         )
-    return [run.loops.device_placement if answer is None else answer for answer in asked]
+    return asked
 
 
 def _distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) -> rebind.ParameterNames:
