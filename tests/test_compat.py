@@ -1,6 +1,7 @@
 """shardkit.compat: every name of accelerate is there or says what to use instead; states, plugins, the facade."""
 
 import inspect
+import itertools
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.utils.data import BatchSampler, RandomSampler
 
 from shardkit import bars
 from shardkit.cli.main import run
@@ -178,6 +180,41 @@ def test_functions_take_the_arguments_of_accelerates_by_name():
             takes_any = any(one.kind is one.VAR_KEYWORD for one in taken.values())
             missing[name] = [] if takes_any else [one for one in named if one not in taken]
     assert len(missing) > 100 and {name: lost for name, lost in missing.items() if lost} == {}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Numbers in a random order of a generator of its own, without a length."""
+
+    def __init__(self, length):
+        self.length, self.generator = length, torch.Generator()
+
+    def __iter__(self):
+        return iter(torch.randperm(self.length, generator=self.generator).tolist())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_parts_of_a_sampler_and_of_a_stream_are_those_of_accelerate():
+    def parts_by(module, length, size, drops, splits, evens, ranks, rank):
+        shares = {"num_processes": ranks, "process_index": rank, "split_batches": splits}
+        sampler = BatchSampler(range(length), size, drops)
+        try:
+            sampler = module.BatchSamplerShard(sampler, **shares, even_batches=evens)
+            stream = module.IterableDatasetShard(Stream(length), size, drops, **shares)
+        except (ValueError, UsageError):
+            return "refused"
+        stream.set_epoch(3)
+        return len(sampler), list(sampler), list(stream)
+
+    both = [import_module(f"{package}.data_loader") for package in ("shardkit.compat", "accelerate")]
+    either = (False, True)
+    for case in itertools.product((0, 1, 2, 5, 8, 11), (1, 2, 3, 4), either, either, either, (1, 2, 3), (0, 1, 2)):
+        if case[-1] < case[-2]:
+            ours, theirs = (parts_by(module, *case) for module in both)
+            assert ours == theirs, case
+    before = torch.get_rng_state()
+    assert len(both[0].BatchSamplerShard(BatchSampler(RandomSampler(range(8)), 2, False), 2)) == 2
+    assert before.equal(torch.get_rng_state()), "the length draws no numbers"
 
 
 def test_versions_are_compared_without_the_package_packaging(monkeypatch):

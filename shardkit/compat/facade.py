@@ -273,7 +273,7 @@ class Accelerator(PlainAttributes, own.Accelerator):
 
     @property
     def distributed_type(self) -> DistributedType:  # type: ignore[override]
-        """FSDP, MULTI_GPU, MULTI_CPU or NO."""
+        """FSDP, MULTI_GPU, MULTI_CPU, XLA or NO."""
         return self.state.distributed_type  # type: ignore[return-value]
 
     @property

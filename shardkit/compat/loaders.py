@@ -1,6 +1,6 @@
 """The API of `accelerate.data_loader`: prepared loaders and samplers."""
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from shardkit.compat.states import PartialState
 from shardkit.data import loader as data
 from shardkit.data.loader import PreparedLoader
+from shardkit.errors import UsageError
 
 
 class _Prepared(type):
@@ -84,6 +85,15 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
+def _refuse_parts(name: str, batch_size: int | None, ranks: int) -> None:
+    """UsageError where batches of this size cannot be split into equal parts."""
+    if batch_size is None or batch_size % ranks:
+        raise UsageError(
+            f"{name}(split_batches=True): the batch size must be a multiple of the number of ranks (got {batch_size} "
+            f"for {ranks}); change it, or leave split_batches out."
+        )
+
+
 class BatchSamplerShard(BatchSampler):
     """A rank's batches of a batch sampler: batch i of rank r is batch i x ranks + r, or its part of batch i with
     `split_batches`. With `even_batches` the last batches are padded with the first samples."""
@@ -99,8 +109,10 @@ class BatchSamplerShard(BatchSampler):
         self.batch_sampler = batch_sampler
         self.num_processes, self.process_index = num_processes, process_index
         self.split_batches, self.even_batches = split_batches, even_batches
-        self.batch_size = getattr(batch_sampler, "batch_size", 0)
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = getattr(batch_sampler, "drop_last", False)
+        if split_batches:
+            _refuse_parts("BatchSamplerShard", self.batch_size, num_processes)
 
     @property
     def total_length(self) -> int:
@@ -108,42 +120,47 @@ class BatchSamplerShard(BatchSampler):
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
-        return len(self._mine())
+        if self.split_batches:
+            return len(self.batch_sampler)
+        rounds, rest = divmod(len(self.batch_sampler), self.num_processes)
+        has_one_more = rest > (0 if self.even_batches else self.process_index)
+        return rounds + (has_one_more and not self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._mine())
+        batches = [list(one) for one in self.batch_sampler]
+        return iter(self._parts(batches) if self.split_batches else self._whole(batches))
 
-    def _mine(self) -> list[list[int]]:
-        batches, ranks = [list(one) for one in self.batch_sampler], self.num_processes
-        if self.split_batches:
-            return self._split(batches)
-        size = max((len(one) for one in batches), default=0)
-        first = [sample for batch in batches for sample in batch]
+    def _whole(self, batches: list[list[int]]) -> list[list[int]]:
+        ranks = self.num_processes
         if self.drop_last:
             batches = batches[: len(batches) // ranks * ranks]
         elif self.even_batches and batches:
-            batches = self._filled(batches, size, first)
+            batches = self._filled(batches)
         return batches[self.process_index :: ranks]
 
-    def _filled(self, batches: list[list[int]], size: int, first: list[int]) -> list[list[int]]:
-        """The batches, padded with the first samples so that all ranks have equally many batches of the full size."""
-        wanted = -(-len(batches) // self.num_processes) * self.num_processes * size
+    def _filled(self, batches: list[list[int]]) -> list[list[int]]:
+        """The batches, padded with the first samples so that all ranks have equally many batches of the full size; with
+        the first batches where these have no one size."""
+        size, missing = self.batch_size, -len(batches) % self.num_processes
+        if size is None:
+            return batches + (batches * self.num_processes)[:missing]
         flat = [sample for batch in batches for sample in batch]
-        while len(flat) < wanted:
-            flat += first[: wanted - len(flat)]
+        wanted = (len(batches) + missing) * size
+        flat = [flat[number % len(flat)] for number in range(wanted)]
         return [flat[start : start + size] for start in range(0, wanted, size)]
 
-    def _split(self, batches: list[list[int]]) -> list[list[int]]:
-        size = max((len(one) for one in batches), default=0)
-        part = size // self.num_processes
-        first, mine = [sample for batch in batches for sample in batch], []
+    def _parts(self, batches: list[list[int]]) -> list[list[int]]:
+        size = self.batch_size
+        begin = size // self.num_processes * self.process_index
+        end, mine = begin + size // self.num_processes, []
         for batch in batches:
             if len(batch) < size and self.drop_last:
                 continue
-            while self.even_batches and len(batch) < size:
-                batch = batch + first[: size - len(batch)]
-            piece = batch[part * self.process_index : part * (self.process_index + 1)]
-            mine += [piece] if piece else []
+            if self.even_batches:
+                filling = [batches[0][number % len(batches[0])] for number in range(size - len(batch))]
+                batch = batch + filling
+            if piece := batch[begin:end]:
+                mine.append(piece)
         return mine
 
 
@@ -159,6 +176,8 @@ class IterableDatasetShard(IterableDataset):
         process_index: int = 0,
         split_batches: bool = False,
     ) -> None:
+        if split_batches and batch_size > 1:
+            _refuse_parts("IterableDatasetShard", batch_size, num_processes)
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
         self.num_processes, self.process_index, self.split_batches = num_processes, process_index, split_batches
         self.epoch = 0
@@ -170,13 +189,16 @@ class IterableDatasetShard(IterableDataset):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """The number of samples of this rank."""
+        """The number of samples of this rank. TypeError if the dataset has no length."""
         whole = self.batch_size if self.split_batches else self.batch_size * self.num_processes
-        assert isinstance(self.dataset, Sized)
-        groups = len(self.dataset) // whole if self.drop_last else -(-len(self.dataset) // whole)
+        samples = len(self.dataset)  # type: ignore[arg-type]
+        groups = samples // whole if self.drop_last else -(-samples // whole)
         return groups * whole // self.num_processes
 
     def __iter__(self) -> Iterator[Any]:
+        generator = getattr(self.dataset, "generator", None)
+        if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
+            generator.manual_seed(self.epoch)  # the same order on all ranks
         whole = self.batch_size if self.split_batches else self.batch_size * self.num_processes
         part = whole // self.num_processes
         mine = slice(self.process_index * part, (self.process_index + 1) * part)

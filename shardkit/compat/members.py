@@ -12,7 +12,7 @@ MEMBERS: dict[str, str] = {
     "deepspeed_plugin": "always None: DeepSpeed is not supported",
     "use_distributed": _SAME,
     "multi_device": _SAME,
-    "distributed_type": "FSDP, MULTI_GPU, MULTI_CPU or NO; FSDP also on the CPU",
+    "distributed_type": "FSDP, MULTI_GPU, MULTI_CPU, XLA or NO; FSDP also on the CPU",
     "num_processes": _SAME,
     "process_index": _SAME,
     "local_process_index": _SAME,
