@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import MixedPrecision, StateDictType
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.utils.data import BatchSampler, RandomSampler
 
@@ -319,6 +319,10 @@ def test_what_plugins_cannot_say_is_refused_with_all_problems_at_once():
         ParallelismConfig(tp_size=2)
     with pytest.raises(UsageError, match=r"only inductor is supported \(got ONNXRT\)"):
         TorchDynamoPlugin(backend="onnxrt").shardkit_settings()
+    options = {"mode": "max-autotune", "fullgraph": True, "dynamic": False}
+    with pytest.raises(UsageError, match=r"\(got mode='max-autotune', fullgraph=True\); leave it out, or call"):
+        TorchDynamoPlugin(backend="inductor", **options).shardkit_settings()
+    assert TorchDynamoPlugin(backend="inductor", mode="default").shardkit_settings() == {"shardkit.compile": True}
     with pytest.raises(UsageError, match=r"shardkit has no such setting \(got dim=1\)"):
         DistributedDataParallelKwargs(dim=1).shardkit_settings()
 
@@ -337,6 +341,10 @@ def states_are_shared_and_reset():
     assert "FULL_STATE_DICT" in str(accelerator.state.fsdp_plugin.state_dict_type)
     accelerator.state.fsdp_plugin.set_state_dict_type("SHARDED_STATE_DICT")
     assert accelerator.config.fsdp.state_dict_type == "SHARDED_STATE_DICT"
+    accelerator.state.fsdp_plugin.state_dict_type = StateDictType.FULL_STATE_DICT  # torch's
+    assert accelerator.config.fsdp.state_dict_type == "FULL_STATE_DICT"
+    with pytest.raises(UsageError, match=r"state_dict_type: is not one of the choices \(got 'LOCAL'\)"):
+        accelerator.state.fsdp_plugin.state_dict_type = "local"
     with pytest.raises(UsageError, match="is no already"):
         AcceleratorState(mixed_precision="bf16")
     AcceleratorState._reset_state(reset_partial_state=True)

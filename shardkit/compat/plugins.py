@@ -121,8 +121,15 @@ class FullyShardedDataParallelPlugin:
         if state_dict_type is not None:
             name = read_name(_name(state_dict_type))
             self.state_dict_type = _member(StateDictType, name, "set_state_dict_type: ")
-        if self.on_state_dict_type is not None:
-            self.on_state_dict_type(self.state_dict_type)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A state dict type that is assigned takes effect, too."""
+        is_followed = name == "state_dict_type" and getattr(self, "on_state_dict_type", None) is not None
+        if is_followed:
+            value = _member(StateDictType, read_name(_name(value)), "state_dict_type: ")
+        super().__setattr__(name, value)
+        if is_followed and self.on_state_dict_type is not None:
+            self.on_state_dict_type(value)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Does nothing: `prepare` finds the blocks."""
@@ -286,13 +293,20 @@ class TorchDynamoPlugin(KwargsHandler):
         return {"backend": self.backend.value.lower(), **{k: v for k, v in own.items() if v is not None}}
 
     def shardkit_settings(self) -> dict[str, Any]:
-        """Whether units are compiled. Raises UsageError for other backends than inductor."""
+        """Whether units are compiled. Raises UsageError for other backends than inductor, and for its options."""
         if self.disable or self.backend is DynamoBackend.NO:
             return {}
         if self.backend is not DynamoBackend.INDUCTOR:
             raise UsageError(
                 f"TorchDynamoPlugin: backend: only inductor is supported (got {self.backend.value}); "
                 "use INDUCTOR, or call torch.compile in the script."
+            )
+        chosen = {name: getattr(self, name) for name in ("mode", "fullgraph", "dynamic", "options")}
+        given = [f"{name}={value!r}" for name, value in chosen.items() if value and value != "default"]
+        if given:
+            raise UsageError(
+                f"TorchDynamoPlugin: units are compiled with torch's defaults (got {', '.join(given)}); leave it out, "
+                "or call torch.compile in the script."
             )
         return {"shardkit.compile": True}
 
