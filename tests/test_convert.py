@@ -233,7 +233,7 @@ def test_a_file_for_accelerate_says_the_same_in_its_words():
     assert data["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "A,B"
     assert data["parallelism_config"]["parallelism_config_dp_replicate_size"] == 2
     assert lost == [
-        "fsdp_config.fsdp_forward_prefetch: true: Accelerate has no such setting.",
+        "fsdp_config.fsdp_forward_prefetch: true: Accelerate does not use it with fsdp_version 2.",
         "shardkit.seed: 3: Accelerate has no such setting.",
     ]
     back = files.read_text(text).config

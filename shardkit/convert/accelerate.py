@@ -14,7 +14,7 @@ from shardkit.config.yaml_text import value_text
 from shardkit.convert.report import Conversion, Line
 
 # Keys that its launcher does not pass to FSDP version 2 (accelerate 1.15, utils/dataclasses.py, the FSDP plugin).
-_IGNORED_IN_VERSION_2 = {
+IGNORED_IN_VERSION_2 = {
     "fsdp_sharding_strategy",
     "fsdp_backward_prefetch",
     "fsdp_forward_prefetch",
@@ -138,7 +138,7 @@ def _remarks_on_fsdp(fsdp: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in fsdp.items():
         if key in names_in(("fsdp",)) and key not in known:
             yield key, "Accelerate ignores this spelling silently"
-        elif version == "2" and key in _IGNORED_IN_VERSION_2:
+        elif version == "2" and key in IGNORED_IN_VERSION_2:
             yield key, "Accelerate does not use it with fsdp_version 2"
         elif version == "1" and key == "fsdp_reshard_after_forward":
             names_a_strategy = isinstance(read_strategy(value), str) and str(value).lower() not in {"true", "false"}

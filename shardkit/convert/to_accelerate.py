@@ -8,6 +8,7 @@ from shardkit.config.keys import all_keys, value_at
 from shardkit.config.meaning import counts_devices, runs_on_cpu
 from shardkit.config.schema import Config, DistributedType, ShardingStrategy
 from shardkit.config.yaml_text import value_text
+from shardkit.convert.accelerate import IGNORED_IN_VERSION_2
 
 _SAME = ["compute_environment", "num_machines", "num_processes", "machine_rank", "main_process_ip"]
 _SAME += ["main_process_port", "rdzv_backend", "same_network", "use_cpu", "gpu_ids", "debug", "main_training_function"]
@@ -110,11 +111,16 @@ def _lost(config: Config) -> list[str]:
     if config.mode != "fsdp":
         given |= {path for path in all_keys() if path[0] == "fsdp"}
     lost = [
-        f"{key.yaml_name}: {value_text(path, value_at(config, path))}: Accelerate has no such setting."
+        f"{key.yaml_name}: {value_text(path, value_at(config, path))}: {_why_lost(key.yaml_path[-1])}."
         for path, key in all_keys().items()
         if path not in given and value_at(config, path) != key.default
     ]
     return [*lost, *_behaves_differently(config)]
+
+
+def _why_lost(name: str) -> str:
+    is_of_version_1 = name in IGNORED_IN_VERSION_2
+    return "Accelerate does not use it with fsdp_version 2" if is_of_version_1 else "Accelerate has no such setting"
 
 
 def _behaves_differently(config: Config) -> list[str]:
