@@ -412,6 +412,14 @@ def test_8_the_shell_completes(line, offered):
     assert completed(line) == [offered]
 
 
+@pytest.mark.slow
+def test_8_the_shell_offers_the_words_of_a_flag_and_files_after_one_that_takes_any_value():
+    assert completed("shardkit plan --loss ") == ["held", "dropped", "fused"]
+    assert completed("shardkit launch --accelerates-meaning ") == ["scheduler", "position", "save"]
+    assert completed("shardkit launch --config ") == completed("shardkit config validate --config ") == []
+    assert "--config" in completed("shardkit launch --dry-run ")
+
+
 @pytest.mark.parametrize(
     "line",
     [

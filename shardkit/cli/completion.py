@@ -3,7 +3,7 @@
 The script contains all completions, so that pressing Tab does not start Python.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from typing import Annotated, Any, Literal, get_args
 
@@ -60,6 +60,19 @@ def _commands() -> dict[tuple[str, ...], list[str]]:
     return found
 
 
+def _with_any_value() -> Iterator[tuple[str, str]]:
+    """(verb, flag) of the flags that take any value, for which the shell offers files."""
+    from shardkit.cli.main import VERBS
+
+    known = _values()
+    for verb in VERBS:
+        command: Any = typer.main.get_command(import_module(f"shardkit.cli.{verb}").app)
+        for one in (command, *getattr(command, "commands", {}).values()):
+            options = (option for option in one.params if not getattr(option, "is_flag", False))
+            flags = (name for option in options for name in option.opts if name.startswith("-"))
+            yield from ((verb, flag) for flag in flags if known.keys().isdisjoint({(verb, flag), ("*", flag)}))
+
+
 def _flags(command: Any) -> list[str]:
     return [name for option in command.params for name in option.opts if name.startswith("-")] + ["--help"]
 
@@ -67,9 +80,13 @@ def _flags(command: Any) -> list[str]:
 def _values() -> dict[tuple[str, str], list[str]]:
     """{(verb, flag): the flag's values}, for flags with a fixed set of values; `*`: of every verb."""
     from shardkit import templates
+    from shardkit.compat import differences
     from shardkit.config.keys import all_keys
-    from shardkit.config.schema import MixedPrecision, ShardingStrategy
+    from shardkit.config.schema import LaunchConfig, MixedPrecision, ShardingStrategy
+    from shardkit.plan.activations import Loss
+    from shardkit.plan.averages import Ema
     from shardkit.plan.devices import DEVICES
+    from shardkit.plan.search import Question
     from shardkit.submit.engines import ENGINES
 
     return {
@@ -78,7 +95,11 @@ def _values() -> dict[tuple[str, str], list[str]]:
         ("*", "--strategy"): [strategy.value for strategy in ShardingStrategy],
         ("*", "--mixed-precision"): list(get_args(MixedPrecision)),
         ("*", "--device"): list(DEVICES),
-        ("*", "--find"): ["max-batch", "min-gpus", "strategy"],
+        ("*", "--find"): [one.value for one in Question],
+        ("*", "--loss"): [one.value for one in Loss],
+        ("*", "--ema"): [one.value for one in Ema],
+        ("*", "--start"): list(get_args(LaunchConfig.model_fields["start"].annotation)),
+        ("*", "--accelerates-meaning"): differences.choices(),
         ("config", "--to"): ["accelerate"],
         ("submit", "--to"): list(ENGINES),
         ("*", "--dtype"): ["fp32", "bf16", "fp16"],
@@ -92,6 +113,8 @@ def _verbs(words: Iterable[tuple[str, ...]]) -> list[str]:
 def _bash() -> str:
     words = _commands()
     values = [f'        {verb}" {flag}") words="{" ".join(choices)}" ;;' for (verb, flag), choices in _values().items()]
+    free = "|".join(dict.fromkeys(f'{verb}" {flag}"' for verb, flag in _with_any_value()))
+    values.append(f"        {free}) ;;")
     two = [f'            "{" ".join(path)}") words="{" ".join(found)}" ;;' for path, found in words.items() if path[1:]]
     one = [f'            "{path[0]} "*) words="{" ".join(found)}" ;;' for path, found in words.items() if not path[1:]]
     verbs = " ".join(_verbs(words))
