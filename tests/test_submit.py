@@ -105,8 +105,9 @@ def test_a_batch_script(capsys):
 
 @pytest.mark.parametrize("engine", NEEDED)
 def test_the_configuration_goes_along_without_its_place(capsys, engine):
-    """What runs is what was configured when it was submitted; address, port and number are the engine's."""
-    text, _ = submit(capsys, "--to", engine, *NEEDED[engine], "--set", "shardkit.seed=3", "train.py")
+    """What runs is what was configured when it was submitted; addresses, port and number are the engine's."""
+    settings = ["--set", "shardkit.seed=3", "--set", "shardkit.launch.bind_address=10.0.0.3"]
+    text, _ = submit(capsys, "--to", engine, *NEEDED[engine], *settings, "train.py")
     if engine in ("kubeflow", "jobset", "skypilot"):
         found = objects(text)[-1]
         spec = found.get("spec", {})
@@ -119,6 +120,7 @@ def test_the_configuration_goes_along_without_its_place(capsys, engine):
     assert (config.num_processes, config.num_machines, config.mixed_precision) == (16, 2, "bf16")
     assert (config.main_process_ip, config.main_process_port, config.machine_rank) == (None, None, 0)
     assert (config.shardkit.seed, config.shardkit.checkpoint.resume) == (3, "auto")
+    assert config.shardkit.launch.bind_address is None
 
 
 def test_a_jobset_and_a_train_job(capsys):

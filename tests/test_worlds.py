@@ -19,7 +19,7 @@ from shardkit.config import tasks
 from shardkit.config.schema import Config
 from shardkit.config.tasks import launch_problem, world_of
 from shardkit.distributed.stores import _gloo_variables
-from shardkit.errors import ConfigError
+from shardkit.errors import ConfigError, MachineError
 from shardkit.launch import addresses, connectivity, preflight, stores
 from tests.test_launch import free_port, script
 
@@ -274,6 +274,14 @@ def test_a_name_that_means_loopback_only_here_is_not_listened_on(monkeypatch):
     assert "gpu03 resolves to 127.0.1.1, which other machines cannot reach (see /etc/hosts)" in said[0]
     assert stores.listening_address("gpu03", "127.0.1.1", said.append) == "127.0.1.1"
     assert addresses.gloo_variables("gpu03") == {}
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "no-such-name.invalid"])
+def test_an_address_to_listen_on_that_is_not_here_is_refused(address):
+    says = rf"launch: shardkit.launch.bind_address is not an address of this machine \(got {address}\); give one"
+    with pytest.raises(MachineError, match=says):
+        stores.listening_address("localhost", address, lambda text: None)
+    assert stores.listening_address("localhost", "0.0.0.0", lambda text: None) == "0.0.0.0"
 
 
 def test_a_machine_whose_own_name_means_loopback_takes_part_by_the_way_to_the_others(monkeypatch):

@@ -103,8 +103,9 @@ def hosted_here(spec: LaunchSpec) -> "TCPStore | None":
         return None
     if not spec.has_number and not addresses.is_here(addresses.resolve(host)):
         return None
+    address = stores.listening_address(host, spec.launch.bind_address, say)
     try:
-        return stores.hosted(stores.listening_address(host, spec.launch.bind_address, say), port)
+        return stores.hosted(address, port)
     except MachineError:
         if spec.has_number:
             raise

@@ -45,11 +45,16 @@ def hosted(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> TCPSt
 
 def listening_address(host: str, bind_address: str | None, say: Say, given_by: str = "--main") -> str:
     """The address to listen on: the configured one, else that of `host`, by which others reach this machine.
-    `given_by`: the flag or variable with the host.
+    `given_by`: the flag or variable with the host. Raises MachineError if the configured one is not of this machine.
 
     All addresses if `host` cannot be used here: it is unknown, of a proxy, or loopback.
     """
     address = addresses.resolve(bind_address or host)
+    if bind_address and (address is None or not addresses.is_here(address)):
+        raise MachineError(
+            f"launch: shardkit.launch.bind_address is not an address of this machine (got {bind_address}); give one "
+            "that is, or leave it out to listen on that of --main."
+        )
     if address is None:
         problem = "cannot be resolved"
     elif not addresses.is_here(address):

@@ -78,6 +78,7 @@ class Job:
     def configuration(self) -> str:
         """The YAML that the job runs with: without addresses, which come from the engine, and with resume enabled."""
         changed: dict[str, object] = {"main_process_ip": None, "main_process_port": None, "machine_rank": 0}
+        changed["shardkit.launch.bind_address"] = None
         if self.config.shardkit.checkpoint.resume == "never":
             changed["shardkit.checkpoint.resume"] = "auto"
         if not runs_on_cpu(self.config) and self.config.gpu_ids:
