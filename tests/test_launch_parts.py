@@ -390,6 +390,20 @@ def test_a_machine_without_loopback_is_told_before_the_start(monkeypatch):
     assert not preflight.loopback_problems(Config(num_machines=2, num_processes=2, main_process_ip="a"))
 
 
+def test_a_machine_without_a_number_is_machine_0_only_at_its_own_address(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    flags = ["launch", "--cpu", "-n", "2", "--num-machines", "2", "--main", "192.0.2.1:29500"]  # RFC 5737: nobody's
+    assert command_line.run([*flags, "train.py"]) == 2
+    says = "launch: machine_rank is missing, and 192.0.2.1 is not an address of this machine"
+    assert says in capsys.readouterr().err
+    assert command_line.run([*flags, "--dry-run", "train.py"]) == 0
+    for known in ("127.0.0.1", socket.gethostname(), "no-such-name.invalid"):
+        assert not preflight.number_problems(config(num_machines=2, num_processes=2, main_process_ip=known))
+    elastic = {"num_machines": 2, "num_processes": 2, "main_process_ip": "192.0.2.1"}
+    assert not preflight.number_problems(config(**elastic, shardkit__launch__min_machines=1))
+
+
 def test_machine_problems_alone_have_their_own_exit_code():
     with pytest.raises(MachineError, match="1 error"):
         preflight.raise_all(preflight.device_problems(config(num_processes=8), NO_GPU, {}))

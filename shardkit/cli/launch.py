@@ -299,6 +299,8 @@ def checked(
     found_problems = preflight.run_problems(loaded.config, machine, variables, has_number(loaded))
     if preflight.is_on_pod(loaded.config):
         found_problems += map(Problem, pod.problem_of_number(loaded.config, "machine_rank" in settings))
+    elif not (dry_run or has_number(loaded)):
+        found_problems += preflight.number_problems(loaded.config)
     try:
         preflight.raise_all([*problems, *found_problems])
     except ShardkitError as error:

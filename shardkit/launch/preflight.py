@@ -128,6 +128,21 @@ def machines_problems(config: Config) -> list[Problem]:
     return [Problem(f"launch: {config.num_machines} machines need the address of machine 0; give --main HOST:PORT.")]
 
 
+def number_problems(config: Config) -> list[Problem]:
+    """Whether this machine, to which nobody gave a number, may be machine 0, which is the default: else several would
+    take themselves for it, and wait. An elastic run gives out the numbers itself."""
+    host = config.main_process_ip
+    if config.num_machines == 1 or host is None or config.shardkit.launch.min_machines is not None:
+        return []
+    if addresses.resolve(host) is None or _is_here(host):
+        return []
+    text = (
+        f"launch: machine_rank is missing, and {host} is not an address of this machine, as it would be of machine 0 "
+        "(got no number); give each machine its own with --machine-rank N, from 0 on."
+    )
+    return [Problem(text)]
+
+
 def device_problems(config: Config, machine: Machine, variables: Mapping[str, str]) -> list[Problem]:
     """Whether this machine has enough devices for its ranks."""
     device, wanted = device_of(config), config.num_processes // config.num_machines
