@@ -337,6 +337,8 @@ def test_flags_that_need_another_are_refused_before_a_job_is_made(capsys):
         (["--to", "jobset", *IMAGE, "--env", "A-B=1", "x.py"], "--env: not NAME=VALUE (got 'A-B')"),
         (["--to", "slurm", "--env", "A=1", "train.py"], "--env: is not supported by slurm (only by kubeflow, jobset,"),
         (["--to", "skypilot", "train.py"], "--device: the GPU type is missing"),
+        (["--to", "skypilot", "--device", "80GiB", "train.py"], "--device: the GPU type is missing (got no name of"),
+        (["--to", "skypilot", "--device", "cpu", "train.py"], "--device: the GPU type is missing (got no name of one)"),
         (["--to", "skypilot", "--device", "l4", "/train.py"], "skypilot uploads this folder"),
         (["--to", "skypilot", "--device", "l4", "../train.py"], "a relative path in it (got ../train.py)"),
         (["--to", "ray", "a/../../train.py"], "a relative path in it (got a/../../train.py)"),
@@ -452,6 +454,22 @@ def test_the_engines_program_gets_the_job_and_its_code_is_ours(capsys, monkeypat
         assert f"submit: {name} failed (got exit code 3)" in error
         assert (tmp_path / f"{name}.words").read_text().startswith(words)
         assert (tmp_path / f"{name}.file").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("device", "accelerator"),
+    [
+        ("a100", "A100-80GB"),  # as the plan takes it
+        ("A100-SXM4-80GB", "A100-80GB"),
+        ("a100-40", "A100"),
+        ("NVIDIA A100 PCIe", "A100-80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("RTX 4090", "RTX4090"),
+    ],
+)
+def test_the_gpu_of_a_task_is_the_one_that_is_planned_for(capsys, device, accelerator):
+    text, _ = submit(capsys, "--to", "skypilot", "--device", device, "train.py")
+    assert objects(text)[0]["resources"]["accelerators"] == f"{accelerator}:8"
 
 
 # ssh for real, with a stand-in that runs every host's line here

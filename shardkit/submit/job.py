@@ -49,6 +49,7 @@ class Job:
     memory_bytes: int | None = None
     time_s: int | None = None
     gpu: str | None = None
+    """Its name in the plan's table of devices."""
     image: str | None = None
     volumes: tuple[Volume, ...] = ()
     hosts: tuple[str, ...] = ()

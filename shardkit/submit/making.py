@@ -96,7 +96,7 @@ def made(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job 
         cpus_per_machine=asked.cpus or config.processes_per_machine * (1 if runs_on_cpu(config) else CPUS_PER_GPU),
         memory_bytes=memory,
         time_s=time_s,
-        gpu=asked.device,
+        gpu=_gpu(device) if asked.device and device else None,
         image=asked.image,
         volumes=volumes,
         hosts=hosts,
@@ -191,6 +191,12 @@ def _words(flag: str, text: str | None) -> tuple[str, ...]:
 def _device(name: str | None, config: Config | None) -> devices.Device:
     """The device to plan for. Raises UsageError for an unknown name."""
     return devices.find(name or ("cpu" if config is not None and runs_on_cpu(config) else "h100-80"))
+
+
+def _gpu(device: devices.Device) -> str | None:
+    """The GPU's name in the plan's table, whatever was typed for it (a100, NVIDIA A100-SXM4-80GB: a100-80); None for
+    the CPU, and for a device that was given by its memory."""
+    return next((name for name, known in devices.DEVICES.items() if known == device and name != "cpu"), None)
 
 
 def _planned(

@@ -16,14 +16,17 @@ OPTIONS = {
 }
 
 # Names of devices in shardkit plan -> in `sky show-gpus`, where the rule in `accelerator` does not apply.
-_GPUS = {"a100-40": "A100", "a100-80": "A100-80GB", "v100-32": "V100-32GB", "3090": "RTX3090", "4090": "RTX4090"}
+_GPUS = {
+    **{"a100-40": "A100", "a100-80": "A100-80GB", "a100-pcie": "A100-80GB", "v100-32": "V100-32GB"},
+    **{"3090-24": "RTX3090", "4090-24": "RTX4090", "5090-32": "RTX5090"},
+}
 
 
 def problems(job: Job) -> list[str]:
     """Missing settings, and values that SkyPilot would reject."""
     found = []
     if job.gpus_per_machine and job.gpu is None and "instance-type" not in job.options:
-        found.append("--device: the GPU type is missing (got none); add one such as --device h100-80.")
+        found.append("--device: the GPU type is missing (got no name of one); add one such as --device h100-80.")
     if job.options.get("use-spot", "true") not in ("true", "false"):
         found.append(f"--option use-spot: not a boolean (got {job.options['use-spot']!r}); write true or false.")
     if number_in(job.options.get("disk-size", "1")) is None:
@@ -70,4 +73,4 @@ def render(job: Job) -> str:
 
 def accelerator(device: str) -> str:
     """SkyPilot's name for a device: `h100-80` -> `H100`."""
-    return _GPUS.get(device.lower()) or device.split("-")[0].upper()
+    return _GPUS.get(device) or device.split("-")[0].upper()
