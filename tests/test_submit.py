@@ -16,9 +16,11 @@ import yaml
 
 from shardkit.cli.main import run
 from shardkit.config import files
+from shardkit.config.schema import Config
 from shardkit.errors import UsageError
+from shardkit.plan import devices
 from shardkit.submit import job as jobs
-from shardkit.submit import reading, sending
+from shardkit.submit import reading, sending, sizing
 from shardkit.submit.engines import ENGINES
 from tests.test_launch import script
 
@@ -454,6 +456,19 @@ def test_the_engines_program_gets_the_job_and_its_code_is_ours(capsys, monkeypat
         assert f"submit: {name} failed (got exit code 3)" in error
         assert (tmp_path / f"{name}.words").read_text().startswith(words)
         assert (tmp_path / f"{name}.file").read_text() == text
+
+
+def test_the_time_to_save_that_is_advised_is_more_than_the_one_that_is_too_short(monkeypatch):
+    def note_at(bytes_per_s: float) -> str:
+        monkeypatch.setattr(sizing, "SAVE_BYTES_PER_S", bytes_per_s)
+        config = files.overlaid(Config(), {"num_processes": 8})
+        return sizing.sized(config, "gpt-175b", devices.find("h100-80"), 1, None, None).notes[-1]
+
+    found = re.search(r"about (\d+) s", note_at(1))
+    assert found is not None
+    assert note_at(int(found[1]) * sizing.SPARE / 120.5).endswith(
+        "stop_timeout_s is 120; add --set shardkit.launch.stop_timeout_s=150."
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Numbers for a job from the plan: host memory of a machine, duration of the steps, and notes on what does not fit."""
 
+import math
 from dataclasses import dataclass
 
 from shardkit.config.schema import Config, ShardingStrategy
@@ -50,7 +51,7 @@ def sized(
         notes.append(
             f"note: by the plan a machine saves {in_words(writers * state)}, about {save_s:.0f} s at 1 GB/s, "
             f"but shardkit.launch.stop_timeout_s is {stop_s:g}; add --set shardkit.launch.stop_timeout_s="
-            f"{-(-int(save_s * SPARE) // 30) * 30}."
+            f"{math.ceil(save_s * SPARE / 30) * 30}."
         )
     steps_s = None
     if steps is not None and found.time is not None:
