@@ -640,6 +640,9 @@ def test_frozen_parameters_need_less_backward():
     found = roofline.work_per_token(matrices(frozen, trained, frozen), FACTS, 16)
     assert found == roofline.Work(2 * 300 + attention, 2 * 200 + 2 * 100 + 2 * attention)
     assert roofline.work_per_token(matrices(trained), replace(FACTS, window=4), 16).forward == 200 + 4 * 4 * 4
+    table = ModuleNode("table", "Embedding", (trained,), is_lookup=True)
+    above = replace(matrices(frozen), children=(table, *matrices(frozen).children))
+    assert roofline.work_per_token(above, FACTS, 16).backward == 200 + 2 * attention, "gradients pass to the table"
 
 
 def test_parameters_in_bf16_are_timed_and_counted_as_bf16():

@@ -160,7 +160,7 @@ def work_per_token(tree: ModuleNode, facts: TransformerFacts, seq_len: int) -> W
     """
     forward = inputs = own = 0.0
     is_before = True
-    for parameter, share in _matrices(tree, facts):
+    for parameter, share in _shares(tree, facts):
         is_before = is_before and not parameter.trainable
         forward += 2.0 * parameter.numel * share
         inputs += 0.0 if is_before else 2.0 * parameter.numel * share
@@ -191,9 +191,9 @@ def why_unknown(tree: ModuleNode, facts: TransformerFacts) -> str | None:
     return None
 
 
-def _matrices(tree: ModuleNode, facts: TransformerFacts) -> Iterator[tuple[Parameter, float]]:
-    """Parameters of matrix products, and the fraction of each that one token uses. Modules that share a parameter each
-    multiply with it, such as a head with a table of embeddings; a module with two names is one module."""
+def _shares(tree: ModuleNode, facts: TransformerFacts) -> Iterator[tuple[Parameter, float]]:
+    """Parameters, and the fraction of each that one token multiplies with: none of a table of embeddings. Modules that
+    share a parameter each multiply with it, such as a head with a table; a module with two names is one module."""
     among_experts = facts.active_experts / facts.experts if facts.experts and facts.active_experts else 1.0
     lists = [
         node.fqn
@@ -201,9 +201,9 @@ def _matrices(tree: ModuleNode, facts: TransformerFacts) -> Iterator[tuple[Param
         if facts.experts and node.is_container and len(node.children) == facts.experts and node.numel
     ]
     for node in tree.walk():
-        if node.is_lookup or node.alias_of is not None:
+        if node.alias_of is not None:
             continue
         in_list = any(node.fqn.startswith(f"{fqn}.") for fqn in lists)
         for parameter in node.parameters:
             stacked = facts.experts and len(parameter.shape) == 3 and parameter.shape[0] == facts.experts
-            yield parameter, among_experts if in_list or stacked else 1.0
+            yield parameter, 0.0 if node.is_lookup else among_experts if in_list or stacked else 1.0
