@@ -12,9 +12,11 @@ from torch import nn
 
 from shardkit import Accelerator, compat
 from shardkit.checkpoint import additions, verify
+from shardkit.checkpoint.state import Live
 from shardkit.cli.main import run
-from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
+from shardkit.errors import EXIT_CHECK_FAILED, CheckpointError, CheckpointSaveError, UsageError
 from shardkit.runtime import saving
+from tests.checkpoints import save
 from tests.training import Model, Points, weights_of
 
 DDP = {"distributed_type": "MULTI_CPU", "use_cpu": True}
@@ -239,3 +241,30 @@ def test_a_link_to_a_folder_is_refused_as_one_to_a_file(tmp_path):
     with pytest.raises(CheckpointError, match="a save hook wrote link, which is not a regular file"):
         additions.take(staging, tmp_path, "xxh3")
     staging.discard()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "digest", "is_same"),
+    [
+        ("weights.bin", b"1", "xxh3", True),
+        ("weights.bin", b"1", "sha256", True),
+        ("weights.bin", b"2", "xxh3", False),
+        ("other.bin", b"1", "xxh3", False),
+    ],
+)
+def test_diff_compares_the_files_of_hooks(tmp_path, capsys, name, content, digest, is_same):
+    """A model that a hook saved is in them alone."""
+
+    def saved(where: str, name: str, content: bytes, digest: str) -> str:
+        staging = additions.begin(tmp_path / where, "0" * 32)
+        (staging.path / name).write_bytes(content)
+        model = nn.Linear(1, 1)
+        nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+        save(Live([model], seed=0), tmp_path / where, staging=staging, digest=digest)
+        staging.discard()
+        return str(tmp_path / where)
+
+    first, second = saved("a", "weights.bin", b"1", "xxh3"), saved("b", name, content, digest)
+    assert run(["checkpoint", "diff", first, second]) == (0 if is_same else EXIT_CHECK_FAILED)
+    out = capsys.readouterr().out
+    assert all((f"state: file {one} differs\n" in out) is not is_same for one in {"weights.bin", name})

@@ -54,7 +54,8 @@ class CheckpointDifference:
 def compare(
     first: Checkpoint, second: Checkpoint, on_bytes: Callable[[int], None] = lambda n: None
 ) -> CheckpointDifference:
-    """The differences in tensors, in the states of schedulers, loaders and registered objects, and in the manifests.
+    """The differences in tensors, in the states of schedulers, loaders and registered objects, in the files of save
+    hooks, and in the manifests.
 
     Raises CheckpointCorrupted if one of the two is damaged.
     """
@@ -66,7 +67,7 @@ def compare(
             found.facts[name] = pair
     found.other_state = _other_state(first, second)
     with Files(first) as a, Files(second) as b:
-        found.other_state += _other_per_rank_state(a, b)
+        found.other_state += _other_per_rank_state(a, b) + _other_files(a, b)
         _compare_tensors(a, b, found, on_bytes)
     return found
 
@@ -112,6 +113,20 @@ def _per_rank_state(files: Files, rank: int) -> dict[str, Any]:
                 data[tensor] = (stored.dtype, stored.shape, digest)
         found[item["label"]] = (item["value"], data)
     return found
+
+
+def _other_files(a: Files, b: Files) -> list[str]:
+    """Files of save hooks that differ, or that only one has: load hooks may load a model from them."""
+    one, two = _digests_of_additions(a), _digests_of_additions(b)
+    return [f"file {name}" for name in sorted(one.keys() | two.keys()) if one.get(name) != two.get(name)]
+
+
+def _digests_of_additions(files: Files) -> dict[str, str]:
+    """Of the files themselves, since the digests in two manifests may be of two kinds."""
+    return {
+        name: digests.of_ranges("xxh3", files.source(name), [(0, file.bytes)], files.where(name))
+        for name, file in files.checkpoint.manifest.additions.items()
+    }
 
 
 def _flat_state(common: dict[str, Any]) -> dict[str, Any]:
