@@ -436,6 +436,23 @@ def test_what_is_left_out_is_not_opened(tmp_path, capsys):
     assert not (tmp_path / "executed").exists()
 
 
+def test_what_is_not_read_is_said_also_if_its_name_resembles_that_of_a_model(tmp_path, capsys):
+    source = tmp_path / "source"
+    source.mkdir()
+    model, optimizer = one_step()
+    read = ["pytorch_model.bin", "pytorch_model_1.bin", "pytorch_model_2-00001-of-00001.bin"]
+    not_read = ["model_ema.safetensors", "model_vae.bin", "pytorch_model_4.bin", "pytorch_model_fsdp_rank0.bin"]
+    for name in (*read, *not_read):
+        torch.save(model.state_dict(), source / name)
+    for name in ("optimizer_1.bin", "optimizer_2.bin"):  # without the first
+        torch.save(optimizer.state_dict(), source / name)
+    assert run(["checkpoint", "convert", str(source), "-o", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr()
+    assert "step 0, 3 models, 0 optimizers" in said.out
+    expected = ", ".join(sorted([*not_read, "optimizer_1.bin", "optimizer_2.bin"]))
+    assert f"note: not converted: {expected}\n" in said.err
+
+
 COMPLEX = {"q": torch.ones(2, dtype=torch.complex128)}
 
 

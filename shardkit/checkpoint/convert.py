@@ -43,11 +43,15 @@ _NO_POSITION = (
     "it has no position in the data: use accelerator.skip_first_batches, or start at the beginning of an epoch"
 )
 _NO_RANDOM = "it has no random states: random generators are seeded from (seed, step, rank)"
-# What is read in a folder that Accelerate saved, the states of random generators and loaders, which have notes of their
-# own, and a model's configuration.
-_READ = re.compile(
-    r"(pytorch_model|model).*\.(safetensors|bin|index\.json)|pytorch_model_fsdp_\d+|optimizer(_\d+)?(\.bin)?"
-    r"|scheduler(_\d+)?\.bin|custom_checkpoint_\d+\.pkl|scaler\.pt|random_states_\d+\.pkl"
+# What is read in a folder that Accelerate saved: models and optimizers up to the first number that is missing, and
+_MODEL = re.compile(
+    r"(pytorch_model_fsdp|pytorch_model|model)(_(?P<number>\d+))?"
+    r"(-\d+-of-\d+(-[0-9a-f]{8})?)?(\.safetensors|\.bin)(\.index\.json)?|pytorch_model_fsdp_(?P<folder>\d+)"
+)
+_OPTIMIZER = re.compile(r"optimizer(_(?P<number>\d+)(\.bin)?|\.bin)")
+# the rest, with the states of random generators and loaders, which have notes of their own, and a configuration.
+_REST = re.compile(
+    r"scheduler(_\d+)?\.bin|custom_checkpoint_\d+\.pkl|scaler\.pt|random_states_\d+\.pkl"
     r"|(sampler|dl_state_dict)(_\d+)?\.bin|(generation_)?config\.json"
 )
 
@@ -138,9 +142,9 @@ def _find(source: Path, weights_only: bool) -> _Found:
     elif weights_only:
         found = _Found(_models(source), [], {}, [_NO_POSITION])
     else:
-        found = _Found(
-            _models(source), foreign_optimizers.saved_in(source), _objects(source), [_NO_POSITION, *_left_out(source)]
-        )
+        models, states = _models(source), foreign_optimizers.saved_in(source)
+        notes = [_NO_POSITION, *_left_out(source, len(models), len(states))]
+        found = _Found(models, states, _objects(source), notes)
     if not found.models:
         if _is_own(source):
             raise CheckpointError(f"convert: {source}: is shardkit's own; load it with resume() or load_state().")
@@ -231,10 +235,20 @@ def _objects(source: Path) -> dict[str, Any]:
     return found
 
 
-def _left_out(source: Path) -> list[str]:
+def _left_out(source: Path, models: int, optimizers: int) -> list[str]:
     """A note on what is in the folder and is not read, such as the files of a save hook, or the Trainer's scheduler."""
-    left = sorted(path.name for path in source.iterdir() if not (_READ.fullmatch(path.name) or path.name[0] == "."))
+    names = [path.name for path in source.iterdir() if path.name[0] != "."]
+    left = sorted(name for name in names if not _is_read(name, models, optimizers))
     return [f"not converted: {first_few(left, 8)}"] if left else []
+
+
+def _is_read(name: str, models: int, optimizers: int) -> bool:
+    """Whether a file or folder is read where there are so many models and optimizers, or has a note of its own."""
+    if match := _MODEL.fullmatch(name):
+        return int(match["number"] or match["folder"] or 0) < models
+    if match := _OPTIMIZER.fullmatch(name):
+        return int(match["number"] or 0) < optimizers
+    return _REST.fullmatch(name) is not None
 
 
 def _captured(found: _Found, states: Sequence[Mapping[str, Any]], step: int, source: Path) -> Captured:
