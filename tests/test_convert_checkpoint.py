@@ -408,6 +408,23 @@ def test_param_groups_need_the_optimizer(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_optimizer_of_a_part_needs_the_optimizers(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizers = [torch.optim.AdamW(part.parameters()) for part in model]
+    step_both(*model, *optimizers)
+    source = tmp_path / "source"
+    source.mkdir()
+    torch.save(model.state_dict(), source / "pytorch_model.bin")
+    torch.save(optimizers[0].state_dict(), source / "optimizer.bin")
+    torch.save(optimizers[1].state_dict(), source / "optimizer_1.bin")
+    told = "if the optimizer had only a part of its parameters, let the function of --model return the models and opt"
+    with pytest.raises(CheckpointError, match=told):
+        convert.convert(source, tmp_path / "out", prepared=only(model))
+    parts = [[[(0, f"{number}.{name}") for name in ("weight", "bias")]] for number in (0, 1)]
+    done = convert.convert(source, tmp_path / "out", prepared=Prepared(only(model).models, parts))
+    assert (done.models, done.optimizers, done.step) == (1, 2, 1)
+
+
 def test_a_model_of_other_shapes_is_refused(tmp_path):
     model, optimizer = one_step()
     both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}

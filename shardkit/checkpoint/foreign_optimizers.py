@@ -99,18 +99,22 @@ def _names(number: int, sizes: list[int], model_count: int, prepared: Prepared, 
             text = f"{_sizes(sizes)} in the checkpoint, {_sizes([len(group) for group in built])} in that of --model"
             raise CheckpointError(f"{here}, and its param groups differ ({text}); build it as it was for the run.")
         return [[name_in_run(*parameter) for parameter in group] for group in built]
+    with_optimizers = (
+        "let the function of --model return the models and optimizers that the run prepared, as `return model, "
+        "optimizer`, or skip the optimizer with --weights-only"
+    )
     if len(sizes) > 1 or model_count > 1:
         parts = counted(len(sizes), "param group") if len(sizes) > 1 else counted(model_count, "model")
-        raise CheckpointError(
-            f"{here}, and there are {parts}; let the function of --model return the models and optimizers that the run "
-            "prepared, as `return model, optimizer`, or skip the optimizer with --weights-only."
-        )
+        raise CheckpointError(f"{here}, and there are {parts}; {with_optimizers}.")
     whole = prepared.models[0]
     trained = [name for name, is_trained in whole.items() if is_trained]
     order = next((names for names in (trained, list(whole)) if len(names) == sizes[0]), None)
     if order is None:
         text = f"{sizes[0]} in the optimizer, {len(whole)} in --model, {len(trained)} of them trained"
-        raise CheckpointError(f"{here}, and their count differs ({text}); give the model that was trained.")
+        raise CheckpointError(
+            f"{here}, and their count differs ({text}); give the model that was trained; if the optimizer had only a "
+            f"part of its parameters, {with_optimizers}."
+        )
     return [order]
 
 
