@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     arguments = parser.parse_args()
     folder, steps = arguments.folder, QUICK if arguments.quick else FULL
-    shutil.rmtree(folder, ignore_errors=True)
+    clear(folder)
     started = time.monotonic()
 
     title("1. Configure: two ranks on the CPU, the model split over them (strategy 1)")
@@ -60,6 +60,17 @@ def main() -> None:
     write_sample(folder)
 
     print(f"\nAll checks passed in {time.monotonic() - started:.0f} s. What was made is in {folder}/.")
+
+
+def clear(folder: Path) -> None:
+    """Deletes what an earlier demo left there, and nothing else: a folder with other files ends it."""
+    others = sorted({path.name for path in folder.iterdir()} - {"shardkit.yaml", "run"}) if folder.is_dir() else []
+    if others or (folder.exists() and not folder.is_dir()):
+        sys.exit(
+            f"demo: {folder}: is not the folder of an earlier demo (got {', '.join(others[:3]) or 'a file'}); "
+            "give another name, as in: python demo.py demo"
+        )
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def configure(folder: Path) -> Path:

@@ -23,8 +23,12 @@ def write(model: GPT, prompt: str, length: int = 200, temperature: float = 0.7) 
 
 
 if __name__ == "__main__":
+    files = sorted(Path(sys.argv[1]).glob("*.safetensors")) if len(sys.argv) > 1 else []
+    if not files:
+        given = f"{sys.argv[1]}: no *.safetensors in it" if len(sys.argv) > 1 else "no folder"
+        sys.exit(f"sample: the folder of an export is needed (got {given}); python sample.py runs/gpt/export")
     weights = {}
-    for file in sorted(Path(sys.argv[1]).glob("*.safetensors")):
+    for file in files:
         weights |= load_file(file)
     torch.set_num_threads(1)  # one byte at a time is too little work to share
     model = GPT()

@@ -1,6 +1,7 @@
 """What ships in templates/: every configuration loads and launches, the starter script trains."""
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -77,6 +78,30 @@ def test_the_demo_goes_the_whole_way(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=840, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All checks passed" in done.stdout
+
+
+@pytest.mark.parametrize("given", ["notes", "notes/mine.txt"])
+def test_the_demo_deletes_no_folder_but_its_own(given, tmp_path):
+    kept = tmp_path / "notes" / "mine.txt"
+    kept.parent.mkdir()
+    kept.write_text("mine")
+    command = [sys.executable, str(templates.folder() / "demo.py"), str(tmp_path / given), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "is not the folder of an earlier demo (got " in done.stderr
+    assert kept.read_text() == "mine"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "got"), [([], "got no folder"), (["runs"], r"got runs: no \*\.safetensors"), (["-h"], "got -h")]
+)
+def test_the_sample_says_what_it_needs(words, got, tmp_path):
+    command = [sys.executable, str(templates.folder() / "sample.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.match(r"sample: the folder of an export is needed \(" + got, done.stderr)
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
