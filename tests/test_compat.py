@@ -953,6 +953,16 @@ def test_scan_says_what_stands_in_what_is_refused_and_what_means_another_thing()
     assert scan.report(scan.scan_text("import torch", "a.py")).startswith("The script uses no name of accelerate")
 
 
+def test_scan_finds_nothing_in_a_script_on_shardkits_own_accelerator():
+    script = LENGTH.replace("def main():", "def main(a=Accelerator(split_batches=True)):")
+    assert scan.scan_text(script, "a.py").remarks
+    assert scan.scan_text("from shardkit.compat import Accelerator\n" + script, "a.py").remarks
+    assert scan.scan_text(
+        "from shardkit import Accelerator\nimport accelerate.utils as u\nu.gather\n" + script, "a.py"
+    ).remarks
+    assert scan.scan_text("from shardkit import Accelerator\n" + script, "a.py") == scan.Found()
+
+
 def test_differences_name_what_exists():
     known = {f"Accelerator.{name}" for name in MEMBERS} | {"Accelerator.state"}
     for module in names.modules():

@@ -63,7 +63,7 @@ def scan_text(text: str, file: str) -> Found:
     """The names in one file; none if Python cannot read it, which running it reports."""
     try:
         tree = ast.parse(text.removeprefix(BYTE_ORDER_MARK))
-        return _found_in(tree, file)
+        return Found() if _is_on_shardkit(tree) else _found_in(tree, file)
     except (SyntaxError, ValueError, *TOO_DEEP):
         return Found()
 
@@ -77,6 +77,13 @@ def _found_in(tree: ast.Module, file: str) -> Found:
     found.remarks += [Named(file, line, name, OF_ALL_RANKS) for line, name in lengths_over_all_ranks(tree)]
     found.remarks += [Named(file, line, "continue", SKIPS_AGAIN) for line in skips_by_hand(tree)]
     return found
+
+
+def _is_on_shardkit(tree: ast.Module) -> bool:
+    """Whether the Accelerator of a file is shardkit's own, and nothing in it is Accelerate's."""
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+    own = any(node.module == "shardkit" and alias.name == "Accelerator" for node in imported for alias in node.names)
+    return own and not any(_imported(tree))
 
 
 STRETCHED = (
