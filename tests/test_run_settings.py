@@ -170,3 +170,4 @@ def test_the_table_says_what_runs(ranks):
     assert "4 x 2 ranks x 2 micro-batches = 16 samples a step" in text
     assert "units      1 x Block (69), root (144)" in text  # the root has the shared weight
     assert "fsdp.sharding_strategy SHARD_GRAD_OP" in text
+    assert "num_processes" not in text  # the world is the launcher's, which the code does not set

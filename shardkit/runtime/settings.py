@@ -173,7 +173,8 @@ def _from_code(given: Config | Mapping[str, Any] | str | Path) -> Settings:
         # Checks across keys need the world size, which the launcher sets where the code does not.
         whole = {"num_processes": launched().world_size, **given}
         loaded = files.read_text(json.dumps(whole, default=str), "Accelerator(config=...)")
-        found = Settings(loaded.config, dict.fromkeys(loaded.chosen, "Accelerator(config=...)"))
+        chosen = [name for name in loaded.chosen if name in given or name != "num_processes"]
+        found = Settings(loaded.config, dict.fromkeys(chosen, "Accelerator(config=...)"))
     else:
         loaded = files.resolve(Path(given))
         found = Settings(loaded.config, loaded.chosen)
