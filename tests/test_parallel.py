@@ -352,8 +352,9 @@ def test_all_ranks_refuse_together(ranks):
 def refusals() -> list[str]:
     twice = parallel(models.Gpt(), config_for(2))
     models_ = [twice, nn.Sequential(nn.LazyLinear(2)), nn.Sequential(nn.Embedding(4, 4, sparse=True)), models.Gpt()]
+    models_.append(nn.Embedding(4, 4, sparse=True))
     texts = []
-    for model, wrap in zip(models_, ("Block", "Block", "Block", "ModuleList"), strict=True):
+    for model, wrap in zip(models_, ("Block", "Block", "Block", "ModuleList", "Block"), strict=True):
         try:
             parallel(model, config_for(2, fsdp_transformer_layer_cls_to_wrap=wrap))
         except ModelError as error:
@@ -362,10 +363,11 @@ def refusals() -> list[str]:
 
 
 def test_what_cannot_be_parallelized_is_said_in_words(ranks):
-    twice, lazy, sparse, container = ranks.run(2, refusals)[0]
+    twice, lazy, sparse, container, all_sparse = ranks.run(2, refusals)[0]
     assert twice == "model: is already parallel (got a sharded Gpt in it); give the unwrapped model, once."
     assert "model: 0.weight has no shape yet; run one batch through the model first." in lazy
     assert sparse == "model: 0 has sparse gradients, which FSDP cannot reduce; create it with sparse=False."
+    assert all_sparse == "model: it has sparse gradients, which FSDP cannot reduce; create it with sparse=False."
     assert "ModuleList is a container without a forward, so it cannot be a unit" in container
 
 

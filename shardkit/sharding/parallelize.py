@@ -232,7 +232,7 @@ def _unfit_for_fsdp(model: nn.Module) -> list[str]:
         for one, other in pairs_in_same_memory(model)[:3]
     ]
     problems += [
-        f"model: {fqn} has sparse gradients, which FSDP cannot reduce; create it with sparse=False."
+        f"model: {fqn or 'it'} has sparse gradients, which FSDP cannot reduce; create it with sparse=False."
         for fqn, module in model.named_modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
     ]
