@@ -280,6 +280,7 @@ def test_ranks_are_forked_before_anything_asks_the_gpus_driver(tmp_path):
 def test_forked_ranks(tmp_path):
     done = in_a_notebook(f"cells(Path({str(tmp_path)!r}))", tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "starting 2 ranks." in done.stderr and "starting 1 rank." in done.stderr
 
 
 def test_what_cannot_be_forked_is_refused(alone, monkeypatch):

@@ -17,7 +17,7 @@ from shardkit.errors import MachineError, UsageError
 from shardkit.launch import forking
 from shardkit.launch.addresses import listen
 from shardkit.log import get_logger
-from shardkit.wording import ranks_text
+from shardkit.wording import counted, ranks_text
 
 log = get_logger(__name__)
 
@@ -103,7 +103,7 @@ def _launch(
         )
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or _free_port())}
     sets = {f"SHARDKIT_SET_{key.upper()}": value for key, value in settings.items()}
-    log.info("%s: starting %d ranks.", name, number)
+    log.info("%s: starting %s.", name, counted(number, "rank"))
     ranks = _begun(name, number, (number, function, tuple(args), address | sets))
     while not ranks.join():  # returns whenever one is done; raises what a rank raised
         pass
