@@ -470,6 +470,17 @@ def test_what_is_not_read_is_said_also_if_its_name_resembles_that_of_a_model(tmp
     assert f"note: not converted: {expected}\n" in said.err
 
 
+def test_what_a_script_saved_beside_the_first_model_is_said(tmp_path):
+    parts = {}
+    for name in ("generator", "critic"):
+        model, optimizer = one_step()
+        parts[name] = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    save_alone({**parts, "epoch": 3}, tmp_path / "source")
+    done = convert.convert(tmp_path / "source", tmp_path / "out")
+    assert (done.models, done.optimizers) == (1, 1)
+    assert "not converted: critic, epoch" in done.notes
+
+
 COMPLEX = {"q": torch.ones(2, dtype=torch.complex128)}
 
 

@@ -163,7 +163,8 @@ def _bare(source: Path, weights_only: bool) -> _Found:
     if inner is None:
         return _Found([_only_tensors(whole, source)], [], {}, [])
     optimizer = None if weights_only else next((inner[key] for key in ("optimizer", "optim") if key in inner), None)
-    left = sorted(str(key) for key in inner if key not in ("model", "optimizer", "optim"))
+    beside = [] if inner is whole else [key for key, part in whole.items() if part is not inner]
+    left = sorted(str(key) for key in (*inner, *beside) if key not in ("model", "optimizer", "optim"))
     return _Found(
         models=[_only_tensors(dcp.loaded(inner["model"]), source)],
         optimizers=[foreign_optimizers.in_parts(dcp.loaded(optimizer), source)] if optimizer else [],
