@@ -303,7 +303,7 @@ def test_another_dataset_is_refused_unless_the_epoch_starts_anew():
     other.load_state_dict(state, restart_epoch=True)
     assert sorted(flat(other)) == list(range(50))
     of_a_stream = {"dataset_length": None, "sampler": None}
-    with pytest.raises(CheckpointError, match="ended after 10 samples, before the saved position"):
+    with pytest.raises(CheckpointError, match="ended after 10 samples, before the position to begin at"):
         list(moved(prepared(dataset=Flow(10)), {**state, **of_a_stream, "samples_seen": 20}))
 
 

@@ -169,8 +169,9 @@ class Stream(IterableDataset):
         skipped = sum(1 for _ in islice(source, start))
         if skipped < start:
             raise CheckpointError(
-                f"data: the stream of {type(self.dataset).__name__} ended after {skipped:,} samples, before the saved "
-                f"position (got {start:,}); it is not the data that the checkpoint was made with."
+                f"data: the stream of {type(self.dataset).__name__} ended after {skipped:,} samples, before the "
+                f"position to begin at (got {start:,}); use the data that the checkpoint was made with, or skip fewer "
+                "batches."
             )
         return source
 
