@@ -117,9 +117,11 @@ def test_a_shortened_step_is_the_whole_step(strategy, fsdp):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [1, 2])
-def test_forward_holds_what_the_closed_form_says(strategy):
-    """Gathered parameters of each block, the outputs of two all-gathers among them."""
-    asked = request(TINY, strategy)
+@pytest.mark.parametrize(("batch_size", "seq"), [(4, 64), (1, 16)])
+def test_forward_holds_what_the_closed_form_says(strategy, batch_size, seq):
+    """Gathered parameters of each block: while it computes, and, with few activations, while the outputs of two
+    all-gathers are alive."""
+    asked = replace(request(TINY.replace("seq=64", f"seq={seq}"), strategy), batch_size=batch_size)
 
     def gathered(memory: RankMemory) -> dict[str, int]:
         return {m.unit: m.memory.gathered for m in memory.timeline if m.phase == "forward" and m.unit != "the root"}

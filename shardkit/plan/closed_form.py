@@ -220,15 +220,19 @@ def _walk_fsdp(plan: ShardedSizes, config: Config, kept: Activations) -> Iterato
 
 
 def _forward(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator[Moment]:
-    """A unit is gathered, used, and freed (or kept). The output of each all-gather is alive until that of the next is
+    """A unit is gathered, used, and freed (or kept). The output of its all-gather is alive until that of the next is
     copied out."""
     base = replace(_persistent(plan), gradients=_gradients_before(plan, config))
     alive, held, before = _kept_bytes(plan.root, config, kept), plan.root.gathered_bytes, plan.root
     for unit in plan.units:
         working = alive + _kept_bytes(unit, config, kept) + _working_bytes(unit, config, kept)
-        copying = _output_bytes(plan, before) + _output_bytes(plan, unit) + unit.rearranged_bytes
-        gathered = held + copying + unit.gathered_bytes
-        yield Moment("forward", unit.fqn, replace(base, gathered=gathered, activations=working))
+        gathered = held + _output_bytes(plan, unit) + unit.gathered_bytes
+        copying = gathered + _output_bytes(plan, before) + unit.rearranged_bytes
+        when = (
+            replace(base, gathered=copying, activations=alive),
+            replace(base, gathered=gathered, activations=working),
+        )
+        yield Moment("forward", unit.fqn, max(when, key=lambda memory: memory.total))
         alive += _kept_bytes(unit, config, kept)
         held += unit.gathered_bytes if _stays_gathered(plan, unit) else 0
         before = unit
