@@ -5,6 +5,7 @@ import gc
 import inspect
 import sys
 from functools import partialmethod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from shardkit.config.schema import Config, FsdpConfig
 from shardkit.distributed import process
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import ConfigError, MachineError, ModelError, UsageError
+from shardkit.optim.clip import clip_grad_norm_
 from shardkit.sharding import fsdp_internals
 from shardkit.sharding import parallelize as engine
 from shardkit.sharding.activation import checkpoint_blocks
@@ -874,6 +876,29 @@ def sync_is_restored() -> list[bool]:
 
 def test_sync_is_restored_to_what_it_was(ranks):
     assert ranks.run(2, sync_is_restored) == [[True, True]] * 2
+
+
+def clipped_once() -> None:
+    model = parallel(models.Gpt(), config_for(2, strategy=1))
+    models.next_token_loss(model, tokens()).backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    for parameter in model.parameters():
+        parameter.full_tensor()
+
+
+def threads_of_groups() -> int:
+    """How many process groups of gloo this rank has; each has a thread that wakes a hundred times a second."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return names.count("gloo_tcp_loop")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have names in /proc")
+def test_a_group_ends_with_its_run(ranks):
+    """DTensor keeps meshes in its caches, and a mesh keeps its groups."""
+    before = ranks.run(2, threads_of_groups)
+    assert min(before) > 0
+    ranks.run(2, clipped_once)
+    assert ranks.run(2, threads_of_groups) == before
 
 
 def freed_soon_after_a_collective() -> None:

@@ -236,6 +236,7 @@ def _forget_meshes() -> None:
         return
     _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()  # it keeps the meshes, and so the threads of their groups
 
 
 def _device(config: Config, ranks: env.Ranks) -> tuple[str | None, torch.device]:
