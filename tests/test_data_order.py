@@ -236,7 +236,7 @@ def test_padding_and_drop_last_of_drawn_orders(world):
 
 def test_a_sampler_with_fewer_samples_than_the_position_is_refused():
     _, state = run(1, sampler=Chance(), stop=5)
-    with pytest.raises(CheckpointError, match=r"ended after 6 samples, before the position to begin at \(got 20\)"):
+    with pytest.raises(CheckpointError, match=r"Chance ended after 6 samples, before the saved position \(got 20\)"):
         flat(moved(prepared(sampler=Chance(6)), state))
 
 
