@@ -43,13 +43,13 @@ _NO_POSITION = (
     "it has no position in the data: use accelerator.skip_first_batches, or start at the beginning of an epoch"
 )
 _NO_RANDOM = "it has no random states: random generators are seeded from (seed, step, rank)"
-# What is read in a folder that Accelerate saved: models and optimizers up to the first number that is missing, and
+# Names in a folder that Accelerate saved. Models and optimizers are read up to the first number that is missing.
 _MODEL = re.compile(
     r"(pytorch_model_fsdp|pytorch_model|model)(_(?P<number>\d+))?"
     r"(-\d+-of-\d+(-[0-9a-f]{8})?)?(\.safetensors|\.bin)(\.index\.json)?|pytorch_model_fsdp_(?P<folder>\d+)"
 )
 _OPTIMIZER = re.compile(r"optimizer(_(?P<number>\d+)(\.bin)?|\.bin)")
-# the rest, with the states of random generators and loaders, which have notes of their own, and a configuration.
+# What else is read; the states of random generators and loaders, which have notes of their own; and a configuration.
 _REST = re.compile(
     r"scheduler(_\d+)?\.bin|custom_checkpoint_\d+\.pkl|scaler\.pt|random_states_\d+\.pkl"
     r"|(sampler|dl_state_dict)(_\d+)?\.bin|(generation_)?config\.json"

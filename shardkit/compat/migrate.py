@@ -21,7 +21,8 @@ def migrated(text: str, file: str = "script.py") -> str:
             f"migrate: {file}: only Python scripts are changed (got a notebook); in its cells, write `shardkit.compat` "
             "for `accelerate` in imports."
         )
-    mark, text = text[: text.startswith(scan.BYTE_ORDER_MARK)], text.removeprefix(scan.BYTE_ORDER_MARK)
+    mark = scan.BYTE_ORDER_MARK if text.startswith(scan.BYTE_ORDER_MARK) else ""
+    text = text.removeprefix(mark)
     try:
         tree = ast.parse(text)
     except SyntaxError as error:

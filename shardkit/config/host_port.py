@@ -16,7 +16,12 @@ def split(address: str) -> tuple[str, str]:
 
 def joined(host: str, port: int) -> str:
     """Host and port as one address, with an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"{with_brackets(host)}:{port}"
+
+
+def with_brackets(host: str) -> str:
+    """An IPv6 address in brackets, as a port needs them; other hosts unchanged."""
+    return f"[{host}]" if ":" in host else host
 
 
 def without_brackets(host: str) -> str:

@@ -17,8 +17,13 @@ OPTIONS = {
 
 # Names of devices in shardkit plan -> in `sky show-gpus`, where the rule in `accelerator` does not apply.
 _GPUS = {
-    **{"a100-40": "A100", "a100-80": "A100-80GB", "a100-pcie": "A100-80GB", "v100-32": "V100-32GB"},
-    **{"3090-24": "RTX3090", "4090-24": "RTX4090", "5090-32": "RTX5090"},
+    "a100-40": "A100",
+    "a100-80": "A100-80GB",
+    "a100-pcie": "A100-80GB",
+    "v100-32": "V100-32GB",
+    "3090-24": "RTX3090",
+    "4090-24": "RTX4090",
+    "5090-32": "RTX5090",
 }
 
 

@@ -2,6 +2,7 @@
 
 import shlex
 
+from shardkit.config import host_port
 from shardkit.submit.job import PEERS_S, Job, configuration_file, folded, head
 
 SSH = ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
@@ -23,8 +24,7 @@ def render(job: Job) -> str:
     """The script. It exits with the first exit code that is not 0, and forwards SIGTERM, SIGHUP and Ctrl-C."""
     how = "Run it with: bash FILE, in the folder that all hosts share. SIGTERM and Ctrl-C: save and stop."
     folder = shlex.quote(str(job.folder))
-    host = job.hosts[0].rpartition("@")[2]
-    main = f"[{host}]" if ":" in host else host
+    main = host_port.with_brackets(job.hosts[0].rpartition("@")[2])
     launch = folded(
         [
             "exec",
