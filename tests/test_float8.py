@@ -268,6 +268,25 @@ def test_a_batch_of_any_length_is_trained_on_in_8_bits(monkeypatch, kind):
     assert model.blocks[0].up.weight.grad.shape == (128, 64)
 
 
+@NEEDS_TORCHAO
+@pytest.mark.filterwarnings("default:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch.compile's
+@pytest.mark.parametrize("kind", ["fp8", "mxfp8"])
+def test_equal_blocks_in_8_bits_are_compiled_once(monkeypatch, kind):
+    monkeypatch.setattr(float8, "EMULATES", True)
+    model, graphs = models.Gpt(width=64, layers=3), []
+
+    def counted(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    float8.convert(model.blocks, kind)
+    for block in model.blocks:
+        block.compile(backend=counted)
+    with torch.autocast("cpu", torch.bfloat16):
+        models.next_token_loss(model, torch.randint(0, 19, (1, 33))).backward()
+    assert len(graphs) == 1
+
+
 def test_which_layers_fit():
     assert float8._fits(nn.Linear(32, 64), 32) and not float8._fits(nn.Linear(48, 64), 32)
     assert replace(hardware.Device("a", 1, "cuda"), capability=8.9).multiplies_in("fp8")

@@ -812,9 +812,13 @@ def test_a_model_without_blocks_is_one_unit(ranks):
         assert difference < 1e-6
 
 
-def compiled(checkpointing: bool) -> tuple[list[bool], float]:
-    """(each block is compiled and a unit, largest difference of gradients from those without compilation)."""
+def compiled(checkpointing: bool) -> tuple[list[bool], int, int, float]:
+    """(each block is compiled and a unit, how many graphs there are, how often one is broken, largest difference of
+    gradients from those without compilation)."""
     gradients = []
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    counters.clear()
     for compiles in (False, True):
         settings = {"fsdp_activation_checkpointing": checkpointing, "shardkit": {"compile": compiles}}
         torch.manual_seed(0)
@@ -827,14 +831,17 @@ def compiled(checkpointing: bool) -> tuple[list[bool], float]:
         models.next_token_loss(model, tokens()).backward()
         gradients.append([whole(p.grad) for p in model.parameters()])
     difference = max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True))
-    return [isinstance(b, FSDPModule) and b._compiled_call_impl is not None for b in model.blocks], difference
+    are_compiled = [isinstance(b, FSDPModule) and b._compiled_call_impl is not None for b in model.blocks]
+    breaks = sum(counters["graph_break"].values())
+    return are_compiled, counters["stats"]["unique_graphs"], breaks, difference
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_each_block_is_compiled_in_place(ranks, checkpointing):
-    for blocks, difference in ranks.run(2, compiled, checkpointing):
+def test_each_block_is_compiled_in_place_and_equal_ones_once(ranks, checkpointing):
+    for blocks, graphs, breaks, difference in ranks.run(2, compiled, checkpointing):
         assert blocks == [True] * 3 and difference < 1e-6
+        assert graphs < len(blocks) and breaks == 0
 
 
 # Accumulation without communication

@@ -118,7 +118,7 @@ def change_forward(block: nn.Module, around: Callable[..., Any]) -> None:
 
     @wraps(function)
     def changed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return around(self, MethodType(function, self), *args, **kwargs)
+        return around(self, partial(function, self), *args, **kwargs)
 
     block.forward = MethodType(changed, block)
 

@@ -8,7 +8,7 @@ weights in fp8, too. `mxfp8` has one scale per 32 values, and FSDP gathers weigh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -93,26 +93,46 @@ def _fits(module: nn.Linear, multiple: int) -> bool:
 def _changed_to_fp8(module: nn.Linear) -> None:
     """As torchao's convert_to_float8_training, but in place instead of replacing modules."""
     float8 = import_module(MODULES["fp8"])
-    kind: Any = import_module("torchao.float8.float8_linear").Float8Linear
+    kind = _fp8_linear()
     made = kind.from_float(module, config=float8.Float8LinearConfig(emulate=EMULATES))
     module.__class__ = kind
     for name, value in vars(made).items():
         if name not in vars(module):
             setattr(module, name, value)
-    module.forward = partial(_with_whole_rows, partial(kind.forward, module), MULTIPLE["fp8"])  # type: ignore[method-assign]
+
+
+# Both kinds of layer are classes, and not a forward of each layer's own: torch.compile would compile every block anew,
+# and after eight of them none.
+@cache
+def _fp8_linear() -> Any:
+    kind: Any = import_module("torchao.float8.float8_linear").Float8Linear
+
+    class Fp8Linear(kind):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return _with_whole_rows(super().forward, MULTIPLE["fp8"], x)
+
+    return Fp8Linear
 
 
 def _changed_to_mxfp8(module: nn.Linear) -> None:
+    module.__class__ = _mxfp8_linear(EMULATES)
+
+
+@cache
+def _mxfp8_linear(emulates: bool) -> type[nn.Linear]:
     choices = import_module("torchao.quantization.quantize_.common.kernel_preference").KernelPreference
     scales = import_module("torchao.prototype.mx_formats.config").ScaleCalculationMode
-    multiply = import_module(MODULES["mxfp8"])._to_mxfp8_then_scaled_mm
     product = partial(
-        multiply,
-        kernel_preference=choices.EMULATED if EMULATES else choices.AUTO,
+        import_module(MODULES["mxfp8"])._to_mxfp8_then_scaled_mm,
+        kernel_preference=choices.EMULATED if emulates else choices.AUTO,
         scale_calculation_mode=scales.RCEIL,
     )
-    multiplied = partial(_forward, module, product)
-    module.forward = partial(_with_whole_rows, multiplied, MULTIPLE["mxfp8"])  # type: ignore[method-assign]
+
+    class Mxfp8Linear(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return _with_whole_rows(partial(_forward, self, product), MULTIPLE["mxfp8"], x)
+
+    return Mxfp8Linear
 
 
 def _with_whole_rows(multiply: Callable[[torch.Tensor], torch.Tensor], multiple: int, x: torch.Tensor) -> torch.Tensor:
