@@ -95,6 +95,11 @@ def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """One of torch's; with this eps differences of rounding stay small."""
+    return getattr(torch.optim, name)(model.parameters(), lr=1e-2, eps=1e-4)
+
+
 class Reductions(TorchDispatchMode):
     """Records the dtypes of every reduction over the ranks inside it, in order."""
 

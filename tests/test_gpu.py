@@ -63,15 +63,15 @@ def started(asked: Path, answer: Path, more: dict[str, str]) -> subprocess.Popen
         stderr=subprocess.PIPE,
         text=True,
         cwd=asked.parent,
-        env={**variables(), "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **more},
+        env={**variables(), "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONFAULTHANDLER": "1", **more},
     )
 
 
-def reference(device: str, steps: int = 6) -> list[float]:
+def reference(device: str, steps: int = 6, optimizer_name: str = "AdamW") -> list[float]:
     """The losses of plain torch."""
     torch.manual_seed(0)
     model = models.Gpt(width=64, layers=4).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    optimizer = models.optimizer(optimizer_name, model)
     losses = []
     for step in range(steps):
         tokens = torch.randint(0, 19, (8, 33), generator=torch.Generator().manual_seed(step)).to(device)
@@ -103,6 +103,15 @@ def test_training_equals_plain_torch(tmp_path, device, strategy, precision):
     assert found["losses"] == pytest.approx(reference(device), abs=1e-4 if precision == "no" else 0.05)
     assert found["parameter"] == {"device": device, "dtype": "torch.float32", "pinned": False}
     assert found["device"].startswith(device)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("strategy", [1, 3])
+@pytest.mark.parametrize(("optimizer", "before"), [("Adagrad", 0), ("AdamW", 2), ("NAdam", 2)])
+def test_state_from_before_prepare_follows_to_the_device(tmp_path, device, strategy, optimizer, before):
+    """Adagrad has state from the start."""
+    found = run(tmp_path, device, optimizer=optimizer, steps_before=before, config=fsdp(strategy))
+    assert found["losses"] == pytest.approx(reference(device, optimizer_name=optimizer)[before:], abs=1e-4)
 
 
 @ON_BOTH

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import ModelError
@@ -44,9 +45,9 @@ def present_parameters(names_before: ParameterNames, model_after: nn.Module) -> 
 def rebind(optimizer: torch.optim.Optimizer, names_before: ParameterNames, model_after: nn.Module) -> None:
     """Rebinds the optimizer to the model's current parameters. Param groups and state are changed in place.
 
-    Existing state is moved along, each rank keeping its part. Parameters of other models are not touched. Raises
-    ModelError, with the optimizer unchanged, where a state tensor is neither a number nor of its parameter's shape, or
-    is on the meta device.
+    Existing state is moved along, each rank keeping its part; also to the device of a parameter that is still the same
+    object. Parameters of other models are not touched. Raises ModelError, with the optimizer unchanged, where a state
+    tensor is neither a number nor of its parameter's shape, or is on the meta device.
     """
     present = present_parameters(names_before, model_after)
     old = [p for group in optimizer.param_groups for p in group["params"]]
@@ -66,6 +67,9 @@ def rebind(optimizer: torch.optim.Optimizer, names_before: ParameterNames, model
         optimizer.state.pop(parameter, None)
     for identity, state in states.items():
         optimizer.state[new[identity]] = state
+    for parameter in new.values():
+        if parameter in optimizer.state:
+            _move(optimizer.state[parameter], parameter)
 
 
 def _refuse_empty(optimizer: torch.optim.Optimizer, fqn: str, state: dict[str, Any]) -> None:
@@ -85,8 +89,7 @@ def _moved_state(
         return state
     moved = {}
     for key, value in state.items():
-        is_number = not isinstance(value, torch.Tensor) or key == "step" or (value.dim() == 0 and new.dim() != 0)
-        if is_number:
+        if not isinstance(value, torch.Tensor) or _is_number(key, value, new):
             moved[key] = value
         elif tuple(value.shape) == tuple(new.shape):
             moved[key] = sharded_part(value, new)
@@ -97,3 +100,20 @@ def _moved_state(
                 "split; build the optimizer after prepare, or prepare it before its first step."
             )
     return moved
+
+
+def _is_number(key: Any, value: torch.Tensor, parameter: nn.Parameter) -> bool:
+    """Whether it is a count or a factor, which torch's optimizers keep on the CPU."""
+    return key == "step" or (value.dim() == 0 and parameter.dim() != 0)
+
+
+def _move(state: dict[str, Any], parameter: nn.Parameter) -> None:
+    """State that was on the CPU when the model was moved follows it, in place; LBFGS keeps lists of tensors."""
+    device = parameter.device
+
+    def moved(value: torch.Tensor) -> torch.Tensor:
+        return value if value.device == device else value.to(device)
+
+    for key, value in state.items():
+        if not (isinstance(value, torch.Tensor) and _is_number(key, value, parameter)):
+            state[key] = tree_map_only(torch.Tensor, moved, value)

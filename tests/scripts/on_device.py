@@ -2,9 +2,9 @@
 
     python on_device.py ORDER.json RESULT.json
 
-The order: `device` (cpu, cuda or openreg), `config`, `steps`; `dropout`; folders `load`, `save`, `save_beside`,
-`export`. Ranks split each batch; with `gloo` they meet through gloo, each alone with the first device as on a machine
-of its own. With `exact` torch takes kernels that give the same bits each time. With `ends_alone` each rank ends where
+The order: `device` (cpu, cuda or openreg), `config`, `steps`; `dropout`; `optimizer`; folders `load`, `save`,
+`save_beside`, `export`; `steps_before`: how many of the steps are done before `prepare`, on the CPU. Ranks split each
+batch; with `gloo` they meet through gloo, each alone with the first device as on a machine of its own. With `exact` torch takes kernels that give the same bits each time. With `ends_alone` each rank ends where
 its work is done, and leaves a result of its own.
 """
 
@@ -33,12 +33,18 @@ def main() -> None:
     accelerator = Accelerator(config={**world, **order["config"]})
     torch.manual_seed(0)
     model = models.Gpt(width=64, layers=4, dropout=order.get("dropout", 0.0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    optimizer = models.optimizer(order.get("optimizer", "AdamW"), model)
+    before = order.get("steps_before", 0)
+    for step in range(before):
+        models.next_token_loss(model, _tokens(step)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
     model, optimizer = accelerator.prepare(model, optimizer)
     if "load" in order:
         accelerator.load_state(order["load"])
     result: dict[str, Any] = {"losses": [], "norms": [], "skipped": []}
-    for step in range(order.get("first", 0), order["steps"]):
+    for step in range(order.get("first", before), order["steps"]):
         if step == order.get("save_beside_at"):
             accelerator.save_state(order["save_beside"], blocking=False)
         _step(accelerator, model, optimizer, step, result)
@@ -47,7 +53,7 @@ def main() -> None:
     if "export" in order:
         accelerator.save_model(model, order["export"])
     weight = model.head.weight
-    state = optimizer.state[weight].get("exp_avg")  # none where every step was skipped
+    state = optimizer.state[weight].get("exp_avg")  # not Adagrad; none where every step was skipped
     result |= {"parameter": _described(weight), "state": None if state is None else _described(state)}
     result |= {"sum": _sums(accelerator.get_state_dict(model)), "device": str(accelerator.device)}
     if order.get("ends_alone"):
@@ -60,8 +66,7 @@ def main() -> None:
 
 
 def _step(accelerator: Any, model: Any, optimizer: Any, step: int, result: dict[str, Any]) -> None:
-    tokens = torch.randint(0, 19, (8, 33), generator=torch.Generator().manual_seed(step))
-    tokens = tokens[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
+    tokens = _tokens(step)[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
     with accelerator.autocast():
         loss = models.next_token_loss(model, tokens)
     accelerator.backward(loss)
@@ -70,6 +75,10 @@ def _step(accelerator: Any, model: Any, optimizer: Any, step: int, result: dict[
     result["skipped"] += [step] if accelerator.optimizer_step_was_skipped else []
     optimizer.zero_grad()
     result["losses"].append(loss.item())
+
+
+def _tokens(step: int) -> torch.Tensor:
+    return torch.randint(0, 19, (8, 33), generator=torch.Generator().manual_seed(step))
 
 
 def _described(tensor: torch.Tensor) -> dict[str, Any]:
