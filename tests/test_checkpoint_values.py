@@ -1,13 +1,15 @@
 """Plain values in a checkpoint, names in its folder, and replacing a folder where the system cannot swap."""
 
 import json
+import math
 import os
 from collections import Counter, OrderedDict, deque
 from enum import Enum
 
 import pytest
+import torch
 
-from shardkit.checkpoint import disk, folder, manifest, values
+from shardkit.checkpoint import disk, folder, manifest, tensors, values
 from shardkit.checkpoint.values import NotStorable, decode, encode
 from shardkit.errors import CheckpointCorrupted
 
@@ -154,3 +156,17 @@ def test_debris_goes_and_what_is_being_written_stays(tmp_path):
 def test_a_bound_that_no_deque_has_is_damage():
     with pytest.raises(CheckpointCorrupted, match="a value is not as it was saved"):
         decode({"$bounded_deque": [10**30, []]}, str)
+
+
+def test_memory_that_is_reused_takes_tensors_of_every_dtype_and_size():
+    host, seen = tensors.HostMemory(), set()
+    for dtype in tensors.DTYPES:
+        for sizes in ((3, 5), (), (0, 4), (2, 2)):
+            values = torch.arange(math.prod(sizes)).reshape(sizes).to(dtype)
+            room = host.room(dtype, sizes).copy_(values)
+            assert (room.dtype, room.shape, room.is_contiguous()) == (dtype, values.shape, True)
+            assert bytes(tensors.memory(room)) == bytes(tensors.memory(values))
+            seen.add(room.untyped_storage().data_ptr())
+    assert len(seen) < 4
+    row = torch.arange(12.0).reshape(3, 4)[:, 1]
+    assert host.of(row).is_contiguous() and torch.equal(host.of(row), row)

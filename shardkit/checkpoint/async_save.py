@@ -90,10 +90,12 @@ class AsyncSave:
         return deferred
 
     def _copied(self, section: str, chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in host memory. The next save reuses the buffer: allocating memory takes longer than copying."""
+        """A copy in host memory. The next save reuses the buffer: touching new memory takes longer than copying."""
         buffer = self._buffers.get((section, chunk.name))
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = self._buffers[section, chunk.name] = tensors.empty(chunk.dtype, tensor.shape)
+            buffer = self._buffers[section, chunk.name] = tensors.empty(
+                chunk.dtype, tensor.shape, is_touched=not tensor.is_cpu
+            )
         return buffer.copy_(tensor.detach())
 
     def _run(self, prepared: PreparedSave, uncopied: list[_Uncopied], on_commit: Callable[[], None]) -> None:

@@ -209,12 +209,13 @@ class _Hasher:
 def _in_host_memory(
     pieces: list[tuple[Chunk, torch.Tensor]], control: ControlGroup, sink: Sink
 ) -> Iterator[tuple[Chunk, torch.Tensor]]:
-    """The pieces one by one, each copied to the CPU when it is yielded."""
+    """The pieces one by one, each copied to the CPU when it is yielded, and gone with the next."""
+    memory = tensors.HostMemory()
     for number, (chunk, tensor) in enumerate(pieces):
         if number == len(pieces) // 2:
             sink.reach("write")
         control.work()
-        yield chunk, tensors.to_cpu(tensor)
+        yield chunk, memory.of(tensor)
         control.work(chunk.bytes)
 
 

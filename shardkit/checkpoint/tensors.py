@@ -1,6 +1,7 @@
 """Torch tensors and the layout: placements, bytes and pieces of tensors."""
 
 import ctypes
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -102,14 +103,32 @@ def memory(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
-def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in contiguous host memory; no copy if the tensor is that already."""
-    return tensor.detach().to("cpu").contiguous()
+def empty(dtype: str, sizes: Iterable[int], is_touched: bool = False) -> torch.Tensor:
+    """An uninitialized tensor in host memory. `is_touched`: several threads have touched its pages, for a copy from a
+    device, which takes ten times longer where it is the first to touch them."""
+    made = torch.empty(tuple(sizes), dtype=TORCH_DTYPES[dtype], device="cpu")
+    return made.zero_() if is_touched else made
 
 
-def empty(dtype: str, sizes: Iterable[int]) -> torch.Tensor:
-    """An uninitialized tensor in host memory."""
-    return torch.empty(tuple(sizes), dtype=TORCH_DTYPES[dtype], device="cpu")
+class HostMemory:
+    """Memory for the values of one tensor at a time. It is reused, so that its pages are touched once."""
+
+    def __init__(self) -> None:
+        self._bytes = empty("U8", (0,))
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values in contiguous host memory, until the next call; no copy if the tensor is that already."""
+        tensor = tensor.detach()
+        if not isinstance(tensor, torch.Tensor) or tensor.is_cpu:  # `convert` has tensors that are still in a file
+            return tensor.to("cpu").contiguous()
+        return self.room(tensor.dtype, tensor.shape).copy_(tensor)
+
+    def room(self, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
+        """The memory as a tensor of this shape."""
+        size = math.prod(sizes) * dtype.itemsize
+        if self._bytes.numel() < size:
+            self._bytes = empty("U8", (size,), is_touched=True)
+        return self._bytes[:size].view(dtype).view(tuple(sizes))
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
