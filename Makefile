@@ -18,8 +18,8 @@ WHEELS ?=
 # Where a Python has all of these: make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= .venv-gpu/bin/python
 GPU_NEEDS := questionary pyyaml pydantic safetensors typer xxhash numpy pytest pytest-timeout
-# Measured beside where they can be had: accelerate; steps in 8 bits.
-GPU_WANTS := accelerate torchao
+# Where they can be had: accelerate is measured beside; steps in 8 bits; tests side by side.
+GPU_WANTS := accelerate torchao pytest-xdist
 # For all sections together; what they have by then is kept.
 GPU_MINUTES ?= 19
 # Some sections only, where a command may not take so long: gpu.json keeps the others.

@@ -21,7 +21,6 @@ figures mean nothing.
 import argparse
 import json
 import os
-import re
 import shutil
 import signal
 import statistics
@@ -31,6 +30,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,9 @@ from shardkit.runtime.batch_size import OUT_OF_MEMORY_SIGNS
 # What the project promises of the step: elapsed time of hand-written FSDP2.
 STEP_GOAL = 1.02
 OUT_OF_MEMORY = (*OUT_OF_MEMORY_SIGNS, "OutOfMemoryError", "Cannot allocate memory", "SIGKILL")
+# Processes of a test have contexts of the device, half a GiB each, and small models.
+MEMORY_OF_A_TEST = 4 * 2**30
+MOST_TESTS_AT_ONCE = 8
 # Of the plan: what stands in `shardkit plan --set` and in the order of the run that is measured.
 PLANNED: list[dict[str, Any]] = [
     {"strategy": 1},
@@ -152,28 +155,39 @@ def contestants(options: Options) -> Iterator[str]:
 
 def tests(options: Options) -> Found:
     """The tests that need a GPU; none of them is to be skipped."""
-    command = [sys.executable, "-m", "pytest", "-vv", "--tb=short", "-p", "no:cacheprovider", "-p", "pytest_timeout"]
+    command = [sys.executable, "-m", "pytest", "--tb=short", "-p", "no:cacheprovider", "-p", "pytest_timeout"]
     # Warnings come from the packages and variables of this machine here: what shardkit does runs in other processes.
-    command += ["-W", "default", "-m", "gpu"]
-    try:
-        done = run(options, [*command, "tests/test_gpu.py"])
-    except TimeIsUp as error:
-        yield _outcomes(str(error))
-        raise Failed(OVER) from None
-    found = _outcomes(done.stdout)
+    command += ["-W", "default", "-m", "gpu", *_side_by_side(options)]
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = Path(folder, "outcomes")
+        try:
+            command += ["-p", "benchmarks.gpu_outcomes", "--outcomes", str(outcomes), "tests/test_gpu.py"]
+            done = run(options, command)
+        except TimeIsUp:
+            yield _counted(outcomes)
+            raise Failed(OVER) from None
+        found = _counted(outcomes)
     yield found
     if done.returncode != 0 or found["not_passed"]:
-        raise Failed(f"{(done.stdout + done.stderr)[-6000:]}\npytest ended with exit code {done.returncode}")
+        raise Failed(f"{(done.stdout + done.stderr)[-20000:]}\npytest ended with exit code {done.returncode}")
 
 
-def _outcomes(text: str) -> dict[str, Any]:
-    """What pytest's lines say: how many passed, which did not, and which were skipped and why."""
-    rows = re.findall(r"^\S*::(\S+) (PASSED|FAILED|ERROR|SKIPPED)(?: \((.*)\))?", text, re.MULTILINE)
-    kept = {name: outcome for name, outcome, _ in rows}
+def _side_by_side(options: Options) -> list[str]:
+    """Options of pytest for as many tests at once as CPUs and the device's memory have room for."""
+    found = hardware.detect()
+    room = found.devices[0].memory_bytes // MEMORY_OF_A_TEST if found.devices and options.device != "cpu" else 1
+    workers = min(MOST_TESTS_AT_ONCE, found.cores // 2, room)
+    return ["-p", "xdist", "-n", str(workers)] if workers > 1 and find_spec("xdist") else []
+
+
+def _counted(outcomes: Path) -> dict[str, Any]:
+    """How many passed, which did not, and which were skipped and why. The last line of a test counts."""
+    lines = [json.loads(line) for line in outcomes.read_text().splitlines()] if outcomes.exists() else []
+    last = {line["name"]: line for line in lines}
     return {
-        "passed": sum(outcome == "PASSED" for outcome in kept.values()),
-        "not_passed": [name for name, outcome in kept.items() if outcome in ("FAILED", "ERROR")],
-        "skipped": {name: reason for name, outcome, reason in rows if outcome == "SKIPPED"},
+        "passed": sum(line["outcome"] == "passed" for line in last.values()),
+        "not_passed": [name for name, line in last.items() if line["outcome"] == "failed"],
+        "skipped": {name: line["reason"] for name, line in last.items() if line["outcome"] == "skipped"},
     }
 
 

@@ -122,16 +122,22 @@ def test_what_ends_early_leaves_its_minutes_to_the_next(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_outcomes_of_tests_are_read_from_what_pytest_prints(tmp_path):
+@pytest.mark.parametrize("side_by_side", [[], ["-p", "xdist", "-n", "2"]])
+def test_outcomes_are_kept_also_of_tests_side_by_side(tmp_path, side_by_side):
     (tmp_path / "test_three.py").write_text(
         "import pytest\n\ndef test_one(): pass\n\n"
         "@pytest.mark.parametrize('a', [1])\ndef test_two(a): assert a == 2\n\n"
+        "@pytest.fixture\ndef ends_badly():\n    yield\n    raise OSError\n\n"
+        "def test_three(ends_badly): pass\n\n"
         f"@pytest.mark.skip(reason='no (CUDA) device')\ndef {LONG}(): pass\n"
     )
-    command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider"]
-    found = gpu._outcomes(gpu.run(gpu.Options(), [*command, str(tmp_path)]).stdout)
-    assert found == {"passed": 1, "not_passed": ["test_two[1]"], "skipped": {LONG: "no (CUDA) device"}}
-    assert list(gpu_words.lines("tests", found)) == [
+    outcomes = tmp_path / "outcomes"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *side_by_side, str(tmp_path)]
+    gpu.run(gpu.Options(), [*command, "-p", "benchmarks.gpu_outcomes", "--outcomes", str(outcomes)])
+    found = gpu._counted(outcomes)
+    assert sorted(found.pop("not_passed")) == ["test_three", "test_two[1]"]
+    assert found == {"passed": 1, "skipped": {LONG: "no (CUDA) device"}}
+    assert list(gpu_words.lines("tests", found | {"not_passed": ["test_two[1]"]})) == [
         "1 passed, 1 failed, 1 skipped",
         "failed: test_two[1]",
         f"skipped: {LONG}: no (CUDA) device",
