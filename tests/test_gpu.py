@@ -67,7 +67,7 @@ def started(asked: Path, answer: Path, more: dict[str, str]) -> subprocess.Popen
     )
 
 
-def reference(device: str, steps: int = 6, optimizer_name: str = "AdamW") -> list[float]:
+def reference(device: str, steps: int = 6, optimizer_name: str = "AdamW", penalty: float = 0.0) -> list[float]:
     """The losses of plain torch."""
     torch.manual_seed(0)
     model = models.Gpt(width=64, layers=4).to(device)
@@ -75,7 +75,7 @@ def reference(device: str, steps: int = 6, optimizer_name: str = "AdamW") -> lis
     losses = []
     for step in range(steps):
         tokens = torch.randint(0, 19, (8, 33), generator=torch.Generator().manual_seed(step)).to(device)
-        loss = models.next_token_loss(model, tokens)
+        loss = models.next_token_loss(model, tokens) + penalty * sum(p.square().sum() for p in model.parameters())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -135,6 +135,13 @@ def test_offloaded_parameters_live_in_pinned_host_memory(tmp_path, device, preci
     assert found["parameter"] == {"device": "cpu", "dtype": "torch.float32", "pinned": True}
     assert found["state"]["device"] == "cpu"
     assert found["losses"] == pytest.approx(reference(device), abs=1e-4 if precision == "no" else 0.05)
+
+
+@ON_BOTH
+def test_a_penalty_on_offloaded_weights_is_added_to_the_other_gradients(tmp_path, device):
+    """By another thread, while those are still copied to host memory."""
+    found = run(tmp_path, device, steps=30, penalty=0.1, config=fsdp(fsdp_offload_params=True))
+    assert found["losses"] == pytest.approx(reference(device, 30, penalty=0.1), rel=1e-3)
 
 
 @ON_BOTH

@@ -5,6 +5,7 @@ are left out; `tests/test_gpu.py` has them.
 """
 
 import pickle
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from shardkit import Accelerator
 from shardkit.distributed.tensors import local_part, sharded_like
 from shardkit.optim import clip, local_step, rebind
 from shardkit.optim.local_step import stepper_of
-from shardkit.sharding import fsdp_internals, pickled_parts
+from shardkit.sharding import fsdp_internals, offloaded_gradients, pickled_parts
 from shardkit.sharding.sharded_parameter import ShardedParameter
 
 Offload = Callable[[nn.Module], nn.Module]
@@ -196,3 +197,61 @@ def test_the_norm_of_offloaded_gradients_is_one_copy_to_the_device():
     with Copies() as copies:
         found = clip._power_sum([torch.ones(3), torch.ones(2, 2)], 2.0, torch.device("meta"), torch.float32)
     assert (copies.found, found.device.type) == (1, "meta")
+
+
+class Copy:
+    """A gradient of FSDP's that arrives in host memory when it is waited for."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+
+    def synchronize(self) -> None:
+        self.parameter.grad.fill_(5.0)
+
+
+class Record:
+    """What FSDP knows of an offloaded parameter."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.sharded_param, self.grad_offload_event = parameter, None
+
+
+def test_a_gradient_of_the_cpu_waits_for_the_copy_of_fsdps():
+    parameter = nn.Parameter(torch.ones(3))
+    record = Record(parameter)
+    turns = offloaded_gradients.Turns([record])
+    beside = threading.Thread(target=lambda: parameter.sum().backward())
+    with turns:
+        beside.start()
+        beside.join(0.2)
+        assert beside.is_alive() and parameter.grad is None
+        parameter.grad = torch.zeros(3)
+        record.grad_offload_event = Copy(parameter)
+        for hook in parameter._post_accumulate_grad_hooks.values():  # as FSDP does, which does not end its turn
+            hook(parameter)
+        beside.join(0.1)
+        assert beside.is_alive()
+    beside.join(10)
+    assert parameter.grad.tolist() == [6.0] * 3
+    with turns:
+        parameter.grad = None
+
+
+def test_a_thread_that_failed_in_its_turn_ends_it_in_the_end(monkeypatch):
+    monkeypatch.setattr(offloaded_gradients, "PATIENCE_S", 0.1)
+    record = Record(nn.Parameter(torch.ones(3)))
+    turns = offloaded_gradients.Turns([record])
+    turns.begin_to_add(record)
+    with turns:
+        pass
+    with turns:
+        pass
+
+
+def test_a_frozen_parameter_stays_frozen_and_may_be_trained_later():
+    record = Record(nn.Parameter(torch.ones(3), requires_grad=False))
+    turns = offloaded_gradients.Turns([record])
+    assert not record.sharded_param.requires_grad
+    record.sharded_param.requires_grad_(True).sum().backward()
+    with turns:
+        assert record.sharded_param.grad.tolist() == [1.0] * 3

@@ -4,7 +4,7 @@ the order of steps  parallelize
 what is sharded     units, mesh, shared_memory, init, weight_files
 by FSDP2            fsdp, fsdp_unit, fsdp_unused, fsdp_internals, fsdp_recovery, outputs, trace
 by DDP, by XLA      ddp, ddp_hooks; xla
-gradients           gradient_sync, hooks, mixed_losses
+gradients           gradient_sync, hooks, mixed_losses, offloaded_gradients
 in blocks           activation, changed_buffers, offload, float8, precision
 parameters          parameters, sharded_parameter, original_parameters, pickled_parts
 sharded tensors     dtensor_operators, and operators that differ from torch's: copied_parts, flattened, in_place,

@@ -18,6 +18,7 @@ Only the files `fsdp_*` use private parts of FSDP2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import update_wrapper
 from types import MethodType
@@ -37,12 +38,14 @@ from shardkit.sharding.fsdp_internals import (
     groups_of,
     has_gradient,
     is_gathered_once,
+    parameters_of,
     root_of,
     states_of,
     warn_of_newer,
 )
 from shardkit.sharding.fsdp_recovery import recover_if_broken_off, recover_if_raised
 from shardkit.sharding.hooks import hook_weakly, is_in_backward
+from shardkit.sharding.offloaded_gradients import Turns
 from shardkit.sharding.outputs import LeftOnModules, may_be_differentiated, without_views
 from shardkit.sharding.trace import Trace, set_trace
 
@@ -116,6 +119,7 @@ class UnitGroup(FSDPParamGroup):
     _on_gathered: Callable[[FSDPParam], None]
     _as_gathered: Sequence[tuple[int, int]] = ()
     _left: LeftOnModules | None = None
+    _turns: AbstractContextManager[None] = nullcontext()  # of the model, where its gradients are in host memory
 
     # ---- forward ----
 
@@ -243,7 +247,8 @@ class UnitGroup(FSDPParamGroup):
             used = tuple(map(has_gradient, self.fsdp_params))
             self._state._pass.trace.add(self._number, *used)
             self._note_used(used)
-        super().post_backward()
+        with self._turns:
+            super().post_backward()
 
     def _note_used(self, used: tuple[bool, ...]) -> None:
         """Raises ModelError if torch would add gradients of other parameters to those that it has not yet reduced
@@ -271,12 +276,14 @@ def adopt(model: nn.Module, on_gathered: Callable[[FSDPParam], None]) -> Trace:
     """
     warn_of_newer(torch.__version__)
     shared = _Pass()
+    offloaded = [parameter for parameter in parameters_of(model) if parameter.offload_to_cpu]
+    turns = Turns(offloaded) if offloaded else nullcontext()
     for number, state in enumerate(states_of(model)):
         state.__class__ = UnitState
         state._pass = shared
         for group in groups_of(state):
             group.__class__ = UnitGroup
-            group._state, group._number = state, number
+            group._state, group._number, group._turns = state, number, turns
             group._on_gathered = _Once(state, on_gathered)
     set_trace(model, shared.trace)
     return shared.trace

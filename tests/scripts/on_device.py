@@ -2,10 +2,11 @@
 
     python on_device.py ORDER.json RESULT.json
 
-The order: `device` (cpu, cuda or openreg), `config`, `steps`; `dropout`; `optimizer`; folders `load`, `save`,
-`save_beside`, `export`; `steps_before`: how many of the steps are done before `prepare`, on the CPU. Ranks split each
-batch; with `gloo` they meet through gloo, each alone with the first device as on a machine of its own. With `exact` torch takes kernels that give the same bits each time. With `ends_alone` each rank ends where
-its work is done, and leaves a result of its own.
+The order: `device` (cpu, cuda or openreg), `config`, `steps`; `dropout`; `penalty`, on the weights; `optimizer`; folders
+`load`, `save`, `save_beside`, `export`; `steps_before`: how many of the steps are done before `prepare`, on the CPU.
+Ranks split each batch; with `gloo` they meet through gloo, each alone with the first device as on a machine of its own.
+With `exact` torch takes kernels that give the same bits each time. With `ends_alone` each rank ends where its work is
+done, and leaves a result of its own.
 """
 
 import json
@@ -47,7 +48,7 @@ def main() -> None:
     for step in range(order.get("first", before), order["steps"]):
         if step == order.get("save_beside_at"):
             accelerator.save_state(order["save_beside"], blocking=False)
-        _step(accelerator, model, optimizer, step, result)
+        _step(accelerator, model, optimizer, step, order.get("penalty", 0.0), result)
     if "save" in order:
         accelerator.save_state(order["save"])
     if "export" in order:
@@ -65,10 +66,12 @@ def main() -> None:
     Path(sys.argv[2]).write_text(json.dumps(result))
 
 
-def _step(accelerator: Any, model: Any, optimizer: Any, step: int, result: dict[str, Any]) -> None:
+def _step(accelerator: Any, model: Any, optimizer: Any, step: int, penalty: float, result: dict[str, Any]) -> None:
     tokens = _tokens(step)[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
     with accelerator.autocast():
         loss = models.next_token_loss(model, tokens)
+    if penalty:
+        loss = loss + penalty * sum(p.square().sum() for p in model.parameters())
     accelerator.backward(loss)
     result["norms"].append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
     optimizer.step()

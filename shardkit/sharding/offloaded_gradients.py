@@ -1,0 +1,74 @@
+"""Gradients of offloaded parameters that come by two ways.
+
+FSDP computes on the device and adds a unit's gradients to those in host memory, from autograd's thread of the device,
+in a copy that may still run when the next operation begins. Gradients of the sharded parameters themselves, as of a
+penalty on the weights (`sum(p.pow(2).sum() for p in model.parameters())`), are added on the CPU, by another thread.
+Here they take turns, and the CPU waits for the copy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from shardkit.sharding.hooks import hook_whether_trained, mark_own
+
+# Longer than any copy: a thread that ends with an error does not end its turn.
+PATIENCE_S = 30.0
+
+
+class Turns:
+    """Of a model with parameters in host memory. FSDP takes its turns by `with`."""
+
+    def __init__(self, parameters: Iterable[FSDPParam]) -> None:
+        self._lock = threading.Lock()
+        self._adding: int | None = None  # the thread that adds a gradient on the CPU
+        for parameter in parameters:
+            self._hook(parameter)
+
+    def __enter__(self) -> None:
+        self._lock.acquire(timeout=PATIENCE_S)
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self._lock.locked():
+            self._lock.release()
+
+    def _hook(self, parameter: FSDPParam) -> None:
+        """The hooks keep no record of FSDP alive: the garbage collector does not see references from them."""
+        reference, turns = ref(parameter), ref(self)
+
+        def before(gradient: torch.Tensor) -> None:
+            own, found = turns(), reference()
+            if own is not None and found is not None:
+                own.begin_to_add(found)
+
+        def after(_: torch.Tensor) -> None:
+            if (own := turns()) is not None:
+                own.end_to_add()
+
+        sharded: Any = parameter.sharded_param
+        hook_whether_trained(sharded, mark_own(after))
+        is_trained = sharded.requires_grad
+        sharded.requires_grad_(True).register_hook(before)
+        sharded.requires_grad_(is_trained)
+
+    def begin_to_add(self, parameter: FSDPParam) -> None:
+        """Autograd is about to add a gradient on the CPU."""
+        self._lock.acquire(timeout=PATIENCE_S)
+        self._adding = threading.get_ident()
+        if parameter.grad_offload_event is not None:
+            parameter.grad_offload_event.synchronize()
+
+    def end_to_add(self) -> None:
+        """It has. FSDP calls hooks on the gradient, too, from its own turn."""
+        if self._adding == threading.get_ident():
+            self._adding = None
+            self._end()
