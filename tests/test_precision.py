@@ -12,14 +12,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardkit import Accelerator
 from shardkit.config.schema import Config
 from shardkit.distributed import process
 from shardkit.distributed.tensors import unwrapped
+from shardkit.errors import UsageError
 from shardkit.optim import clip, local_step, loss_scale, rebind
 from shardkit.sharding import precision
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
-from tests import models
+from tests import loops, models
+from tests.loops import vectors
+from tests.loops.net import loss_of
 from tests.models import Reductions
 
 
@@ -256,3 +260,62 @@ def output_of(strategy: int, param: str | None) -> torch.dtype:
 @pytest.mark.parametrize("param", [None, "fp32", "bf16"])
 def test_outputs_have_their_dtype_in_any_mode_and_compute_dtype(ranks, strategy, param):
     assert ranks.run(2, output_of, strategy, param) == [torch.bfloat16] * 2
+
+
+def backward_by_hand(begins_well: bool) -> str:
+    accelerator = Accelerator(config={"use_cpu": True, "num_processes": 2, "mixed_precision": "fp16"})
+    model = models.Gpt(width=16, layers=1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    tokens = torch.randint(0, 19, (2, 8))
+    if begins_well:
+        accelerator.backward(models.next_token_loss(model, tokens))
+        optimizer.step()
+        optimizer.zero_grad()
+    models.next_token_loss(model, tokens).backward()
+    try:
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    except UsageError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize("begins_well", [False, True])
+def test_gradients_without_fp16s_loss_scale_are_refused(ranks, begins_well):
+    for said in ranks.run(2, backward_by_hand, begins_well):
+        assert said == (
+            "optimizer step: gradients lack the loss scale that fp16 needs (got a call of loss.backward()); call "
+            "accelerator.backward(loss)."
+        )
+
+
+def joined_and_split(strategy: int | None) -> list[float]:
+    """Losses where a script halves all gradients in one vector; None: of plain torch."""
+    torch.manual_seed(0)
+    model = vectors.Scaled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    run, losses = loops.Run(), []
+    if strategy is not None:
+        one = loops.LOOPS["gradients_joined_and_split"]
+        config = loops.config_of(strategy, one).model_copy(update={"mixed_precision": "fp16"})
+        run = loops.RanksRun(accelerator=Accelerator(config=config))
+    model, optimizer = run.prepare(model, optimizer)
+    for step in range(4):
+        loss = loss_of(model, run.batch(step))
+        run.backward(loss)
+        parameters = list(model.parameters())
+        joined = torch.cat([p.grad.flatten() for p in parameters]) * 0.5
+        for p, gradient in zip(parameters, joined.split([p.numel() for p in parameters]), strict=True):
+            p.grad = gradient.reshape(p.shape)
+        run.step(optimizer)
+        losses.append(float(run.mean(loss)))
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_gradients_that_a_script_has_put_together_are_unscaled(ranks, strategy):
+    expected = joined_and_split(None)
+    assert expected[-1] < expected[0] - 0.05
+    for found in ranks.run(2, joined_and_split, strategy):
+        assert found == pytest.approx(expected, abs=0.01)

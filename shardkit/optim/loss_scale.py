@@ -12,6 +12,7 @@ import torch.distributed as dist
 from shardkit.config.meaning import dtypes
 from shardkit.config.schema import Config
 from shardkit.distributed.tensors import is_dtensor, local_part
+from shardkit.optim.parts import like_parameter, make_gradient_plain
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -55,11 +56,17 @@ def _by_device(parameters: Iterable[torch.Tensor]) -> dict[torch.device, list[to
 
 
 def _part(parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor whose gradient is the local part of the parameter's gradient, in the same memory."""
+    """A tensor whose gradient is the local part of the parameter's gradient, in the same memory. A gradient of the
+    script's is first made one like its parameter, which may be collective."""
     if not is_dtensor(parameter):
+        make_gradient_plain(parameter)
         return parameter
     part = local_part(parameter).detach()
-    part.grad = None if parameter.grad is None else local_part(parameter.grad)
+    if parameter.grad is not None:
+        gradient = like_parameter(parameter.grad, parameter)
+        if gradient is not parameter.grad:
+            parameter.grad = gradient
+        part.grad = local_part(gradient)
     return part
 
 

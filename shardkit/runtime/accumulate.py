@@ -186,14 +186,18 @@ class Accumulation:
         self._full_size = self.counters.micro_step
         self._full_windows += 1
 
-    def check_gradients(self) -> None:
-        """Raises UsageError or ModelError where an optimizer must not step on the present gradients. Collective in the
-        first steps."""
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Removes fp16's loss scale from the optimizer's gradients. UsageError where they never had it."""
         if self.loss_scale.is_on and self._backwards.since(self._at_step).by_script:
             raise UsageError(
                 "optimizer step: gradients lack the loss scale that fp16 needs (got a call of loss.backward()); call "
                 "accelerator.backward(loss)."
             )
+        self.loss_scale.unscale(optimizer)
+
+    def check_gradients(self) -> None:
+        """Raises UsageError or ModelError where an optimizer must not step on the present gradients. Collective in the
+        first steps."""
         self.events.before_step()
 
     @property

@@ -152,7 +152,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         if self._final_at == moment:
             return
         self._final_at = moment
-        self._accumulation.loss_scale.unscale(self.optimizer)
+        self._accumulation.unscale(self.optimizer)
         factor = self._accumulation.shortfall()
         if factor != 1.0:
             multiply_gradients_(self.parameters, factor)

@@ -20,6 +20,7 @@ from tests.loops import (  # noqa: F401
 )
 from tests.loops.run import LOOPS as LOOPS
 from tests.loops.run import RanksRun as RanksRun
+from tests.loops.run import Run as Run
 from tests.loops.run import config_of as config_of
 from tests.loops.run import on_ranks as on_ranks
 from tests.loops.run import plain as plain

@@ -2,7 +2,7 @@
 
     python on_device.py ORDER.json RESULT.json
 
-The order: `device` (cpu, cuda or openreg), `config`, `steps`; `dropout`; `penalty`, on the weights; `optimizer`; folders
+The order: `device` (cpu, cuda or openreg), `config`, `steps`; `dropout`; `penalty` on weights; `optimizer`; folders
 `load`, `save`, `save_beside`, `export`; `steps_before`: how many of the steps are done before `prepare`, on the CPU.
 Ranks split each batch; with `gloo` they meet through gloo, each alone with the first device as on a machine of its own.
 With `exact` torch takes kernels that give the same bits each time. With `ends_alone` each rank ends where its work is
