@@ -2,6 +2,7 @@
 changed environment or working folder behind."""
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -14,6 +15,8 @@ import pytest
 from tests.ranks import Pool, leave
 
 ROOT = Path(__file__).parent.parent
+# Variables that pytest, torch (when an optimizer is built) and scikit-learn (at its import) set.
+OF_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 
 # A test decides itself whether it runs "in CI", by a scheduler, or with a user's settings.
 for _name in [name for name in os.environ if name.startswith(("SHARDKIT_", "ACCELERATE_", "FSDP_", "SLURM_"))]:
@@ -25,6 +28,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides the machine's GPUs from tests that are not about them, and from the processes that these start."""
+    asked = [config.option.markexpr, *config.args]
+    if shutil.which("nvidia-smi") and not any("gpu" in one.replace("not gpu", "") for one in asked):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +58,7 @@ def _nothing_leaks() -> Iterator[None]:
     threads, had_group = _threads(), _has_group()
     yield
     changed = {name for name in {*environment, *os.environ} if environment.get(name) != os.environ.get(name)}
-    changed -= {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets the second when an optimizer is built
+    changed -= OF_LIBRARIES
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -24,7 +24,9 @@ CUDA = pytest.param(
     "cuda",
     marks=[
         pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+        pytest.mark.skipif(
+            not torch.cuda.is_available(), reason="no CUDA device on this machine, or not asked for by -m gpu"
+        ),
         # torch's first product in a thread of its own, in plain backward passes here as well
         pytest.mark.filterwarnings("default:.*no current CUDA context:UserWarning"),
     ],

@@ -20,11 +20,14 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit import Accelerator
-from shardkit.distributed.tensors import local_part, sharded_like
+from shardkit.distributed import tensors
+from shardkit.distributed.tensors import local_part, sharded_like, whole
 from shardkit.optim import clip, local_step, rebind
 from shardkit.optim.local_step import stepper_of
-from shardkit.sharding import fsdp_internals, offloaded_gradients, pickled_parts
+from shardkit.sharding import fsdp, fsdp_internals, offloaded_gradients, parallelize, pickled_parts
 from shardkit.sharding.sharded_parameter import ShardedParameter
+from tests import loops
+from tests.loops.run import numbers
 
 Offload = Callable[[nn.Module], nn.Module]
 
@@ -255,3 +258,47 @@ def test_a_frozen_parameter_stays_frozen_and_may_be_trained_later():
     record.sharded_param.requires_grad_(True).sum().backward()
     with turns:
         assert record.sharded_param.grad.tolist() == [1.0] * 3
+
+
+def offloaded_on_the_cpu(name: str) -> tuple[bool, Any]:
+    """A loop on a model that FSDP offloads from the CPU to the CPU, and whether its gradients take turns."""
+    home, policy = parallelize._home, fsdp.CPUOffloadPolicy
+    parallelize._home = lambda *_: torch.device("cpu", 0)  # not the one without a number
+    fsdp.CPUOffloadPolicy = lambda pin_memory: policy(pin_memory=False)
+    try:
+        one = loops.LOOPS[name]
+        run = loops.RanksRun(accelerator=Accelerator(config=loops.config_of(1, one)), accumulation=one.accumulation)
+        torch.manual_seed(0)
+        one.function(run)
+    finally:
+        parallelize._home, fsdp.CPUOffloadPolicy = home, policy
+    groups = fsdp_internals.groups_of_model(run.unwrap(run.models[0]))
+    return all(isinstance(group._turns, offloaded_gradients.Turns) for group in groups), numbers(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a_penalty_in_the_loss", "a_penalty_in_the_loss_of_windows"])
+def test_a_penalty_on_offloaded_weights_is_that_of_one_process(ranks, name):
+    _, expected = loops.plain(name)
+    for takes_turns, found in ranks.run(2, offloaded_on_the_cpu, name):
+        assert takes_turns
+        for fqn, weight in expected.items():
+            assert abs(found[fqn] - weight).max() < 3e-5, fqn
+
+
+def gathered_in_host_memory() -> bool:
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "FSDP", "num_processes": 2})
+    net = accelerator.prepare(model())
+    found = [parameter.detach().full_tensor() for parameter in net.parameters()]
+    decides, tensors.gathers_in_host_memory = tensors.gathers_in_host_memory, lambda mesh: True
+    try:
+        return all(torch.equal(whole(p), one) for p, one in zip(net.parameters(), found, strict=True))
+    finally:
+        tensors.gathers_in_host_memory = decides
+
+
+def test_whole_tensors_are_gathered_in_host_memory_where_gpus_meet_through_gloo(ranks, offload):
+    assert ranks.run(2, gathered_in_host_memory) == [True, True]
+    mesh = DeviceMesh("cuda", [0], mesh_dim_names=("shard",))
+    assert not tensors.gathers_in_host_memory(mesh)  # through another backend
+    assert not tensors.gathers_in_host_memory(SimpleNamespace(device_type="cpu"))

@@ -903,7 +903,8 @@ def threads_of_groups() -> int:
 def test_a_group_ends_with_its_run(ranks):
     """DTensor keeps meshes in its caches, and a mesh keeps its groups."""
     before = ranks.run(2, threads_of_groups)
-    assert min(before) > 0
+    if not min(before):
+        pytest.skip(f"torch {torch.__version__} gives the threads of gloo no names")
     ranks.run(2, clipped_once)
     assert ranks.run(2, threads_of_groups) == before
 

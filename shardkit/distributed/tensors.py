@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 # Wrappers that torch puts into module names.
@@ -81,7 +83,17 @@ def is_composed(tensor: torch.Tensor) -> bool:
 
 def whole(tensor: DTensor) -> torch.Tensor:
     """All ranks' parts of a sharded tensor together, on every rank, on the mesh's device. Collective."""
-    return sharded_like(part_on_mesh(tensor), tensor).full_tensor()
+    if not gathers_in_host_memory(tensor.device_mesh):
+        return sharded_like(part_on_mesh(tensor), tensor).full_tensor()
+    return sharded_like(local_part(tensor).to("cpu"), tensor).full_tensor().to(tensor.device_mesh.device_type)
+
+
+def gathers_in_host_memory(mesh: DeviceMesh) -> bool:
+    """Whether ranks with accelerators meet through gloo, as two that share one GPU: torch 2.11 ends the process where
+    it gathers a DTensor on CUDA by gloo."""
+    if mesh.device_type == "cpu":
+        return False
+    return any(dist.get_backend(group) == dist.Backend.GLOO for group in mesh.get_all_groups())
 
 
 def part_on_mesh(tensor: DTensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ class Turns:
         sharded: Any = parameter.sharded_param
         hook_whether_trained(sharded, mark_own(after))
         is_trained = sharded.requires_grad
-        sharded.requires_grad_(True).register_hook(before)
+        torch.Tensor.register_hook(sharded.requires_grad_(True), before)  # a sharded parameter's own refuses scripts
         sharded.requires_grad_(is_trained)
 
     def begin_to_add(self, parameter: FSDPParam) -> None:
