@@ -5,6 +5,7 @@ checkpoints are shown with that.
 """
 
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -181,6 +182,35 @@ def test_sharded_training_in_8_bits_is_near_to_bf16(ranks, kind):
         assert two[0]["local"] == "WeightWithDynamicFloat8CastTensor"
         assert any(name.endswith("blocks.0.up") for name in two[0]["changed"])
         assert not any("head" in name or "embed" in name for name in ddp["changed"])
+
+
+def with_scales(at_once: bool) -> tuple[list[float], int, int]:
+    """Losses, and how often maxima of all weights, and of one, were reduced over the ranks."""
+    utils = import_module("torchao.float8.float8_utils")
+    compute, reduce, counts = float8._Scales.compute, utils.all_reduce, [0, 0]
+
+    def counted_once(self: Any) -> None:
+        counts[0] += at_once
+        if at_once:
+            compute(self)
+
+    def counted_each(*arguments: Any) -> Any:
+        counts[1] += 1
+        return reduce(*arguments)
+
+    float8._Scales.compute, utils.all_reduce = counted_once, counted_each
+    try:
+        return trained("fp8", 1)["losses"], *counts
+    finally:
+        float8._Scales.compute, utils.all_reduce = compute, reduce
+
+
+@NEEDS_TORCHAO
+def test_the_scales_of_all_weights_are_reduced_at_once(ranks):
+    """And are those that each weight would get by itself."""
+    for found, by_itself in zip(ranks.run(2, with_scales, True), ranks.run(2, with_scales, False), strict=True):
+        assert found[0] == by_itself[0]
+        assert found[1:] == (4, 0) and by_itself[1] == 0 and by_itself[2] >= 8 * 4
 
 
 def trained_in_bf16() -> list[float]:

@@ -7,13 +7,15 @@ weights in fp8, too. `mxfp8` has one scale per 32 values, and FSDP gathers weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardkit.config.hardware import EIGHT_BITS
@@ -161,16 +163,50 @@ def gather_in_fp8(model: nn.Module) -> None:
 
     Call it when all parameters have their values. Weights that are not divisible by the number of shards are skipped.
     """
-    from shardkit.sharding import fsdp_internals
+    from shardkit.sharding import fsdp_internals, fsdp_unit
 
     kind = import_module("torchao.float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
     layers = {id(module.weight): module for module in model.modules() if hasattr(module, "linear_mm_config")}
+    gathered, dtype = [], None
     for parameter in fsdp_internals.parameters_of(model):
         layer: Any = layers.get(id(parameter.sharded_param))
         if layer is None or not _is_even(parameter.sharded_param):
             continue
         dtype = layer.config.cast_config_weight.target_dtype
         fsdp_internals.gather_by(parameter, partial(kind, linear_mm_config=layer.linear_mm_config, dtype=dtype))
+        gathered.append(parameter)
+    if dtype is not None:
+        scales = _Scales(gathered, dtype)
+        fsdp_unit.before_forward(model, scales.compute)
+        fsdp_unit.at_end_of_backward(model, (), scales.drop)
+
+
+class _Scales:
+    """The scales of weights that are gathered in fp8, for a forward and its backward: computed with one reduction over
+    the ranks, in place of one for each weight in each gather."""
+
+    def __init__(self, parameters: Sequence[Any], dtype: torch.dtype) -> None:
+        self._parameters, self._dtype = parameters, dtype
+
+    def compute(self) -> None:
+        """Takes the weights as they are now. Collective."""
+        to_scale = import_module("torchao.float8.float8_utils").amax_to_scale
+        with torch.inference_mode(False), torch.no_grad():  # a later backward may save them
+            norms = torch._foreach_norm([weight._tensor for weight in self._weights()], math.inf)
+            largest = torch.stack([norm.to(torch.float32) for norm in norms])
+            group = self._parameters[0].mesh_info.shard_process_group
+            if group.size() > 1:
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+            for weight, scale in zip(self._weights(), to_scale(largest, self._dtype).unbind(), strict=True):
+                weight._precomputed_scale = scale
+
+    def drop(self) -> None:
+        """What is gathered from now on, outside of a forward, computes its own: a script may write to weights."""
+        for weight in self._weights():
+            weight._precomputed_scale = None
+
+    def _weights(self) -> list[Any]:
+        return [parameter.sharded_param._local_tensor for parameter in self._parameters]
 
 
 def _is_even(weight: Any) -> bool:

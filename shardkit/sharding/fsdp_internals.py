@@ -65,6 +65,21 @@ def parameters_of(model: nn.Module) -> Iterator[FSDPParam]:
         yield from group.fsdp_params
 
 
+def modules_below(state: Any) -> Iterator[nn.Module]:
+    """The modules below a unit's own that have parameters of the unit. Modules in units inside it may have some, too:
+    tied ones belong to the unit around all their modules."""
+    managed = {id(p.sharded_param) for group in groups_of(state) for p in group.fsdp_params}
+
+    def below(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if any(id(parameter) in managed for parameter in child.parameters()):
+                yield child
+                yield from below(child)
+
+    heads: tuple[nn.Module, ...] = state._modules if managed else ()
+    return iter({id(module): module for head in heads for module in below(head)}.values())
+
+
 def gather_by(parameter: FSDPParam, around: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replaces this rank's shard by a tensor subclass made by `around`, whose `fsdp_pre_all_gather` and
     `fsdp_post_all_gather` then decide how the parameter is gathered."""

@@ -17,7 +17,7 @@ Only the files `fsdp_*` use private parts of FSDP2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import update_wrapper
@@ -38,6 +38,7 @@ from shardkit.sharding.fsdp_internals import (
     groups_of,
     has_gradient,
     is_gathered_once,
+    modules_below,
     parameters_of,
     root_of,
     states_of,
@@ -63,6 +64,8 @@ class _Pass:
     is_second_due_again: bool = False
     """That backward ends, and keeps the graph for another one (retain_graph=True): gradients are reduced, nothing is
     freed."""
+    before_forward: list[Callable[[], None]] = field(default_factory=list)
+    """Called before each forward, at the first unit that it enters."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Called at the end of each backward, when the units' gradients are reduced."""
 
@@ -71,6 +74,12 @@ class UnitState(FSDPState):
     """FSDP2's state of a unit. `adopt` changes the class of torch's object; hooks that torch has registered stay."""
 
     _pass: _Pass
+
+    def _root_pre_forward(self, *arguments: Any) -> Any:
+        if self._state_ctx.iter_forward_root is None and not is_in_backward():
+            for call in self._pass.before_forward:
+                call()
+        return super()._root_pre_forward(*arguments)
 
     def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():
@@ -323,10 +332,10 @@ def finish(model: nn.Module, compiled: Iterable[nn.Module] = ()) -> None:
     for state in states_of(model):
         for group in groups_of(state):
             if group._reshard_after_forward:
-                group._left = LeftOnModules([*state._modules, *_modules_of_unit(state)])
+                group._left = LeftOnModules([*state._modules, *modules_below(state)])
     inside_compiled = {id(inner) for module in compiled for inner in module.modules()}
     for state in states_of(model):
-        for module in _modules_of_unit(state):
+        for module in modules_below(state):
             if id(module) not in inside_compiled and not _is_entry(module.__dict__.get("forward"), state):
                 module.forward = _Entry(module, state)
 
@@ -372,19 +381,9 @@ def _is_entry(forward: Any, state: UnitState) -> bool:
     return False
 
 
-def _modules_of_unit(state: Any) -> Iterator[nn.Module]:
-    """The modules below a unit's own that have parameters of the unit. Modules in units inside it may have some, too:
-    tied ones belong to the unit around all their modules."""
-    managed = {id(p.sharded_param) for group in groups_of(state) for p in group.fsdp_params}
-
-    def below(module: nn.Module) -> Iterator[nn.Module]:
-        for child in module.children():
-            if any(id(parameter) in managed for parameter in child.parameters()):
-                yield child
-                yield from below(child)
-
-    heads: tuple[nn.Module, ...] = state._modules if managed else ()
-    return iter({id(module): module for head in heads for module in below(head)}.values())
+def before_forward(model: nn.Module, call: Callable[[], None]) -> None:
+    """Calls `call` before each forward, whichever unit it enters first, before parameters are gathered."""
+    root_of(model)._pass.before_forward.append(call)
 
 
 def at_end_of_backward(model: nn.Module, parameters: Iterable[nn.Parameter], call: Callable[[], None]) -> None:
