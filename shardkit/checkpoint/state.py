@@ -129,12 +129,12 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def whole_tensors(model: nn.Module) -> dict[str, Any]:
     """The model's full state dict in host memory on rank 0; empty elsewhere. Collective: gathers tensor by tensor."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    tensors, others = model_state(model)
+    own, others = model_state(model)
     found: dict[str, Any] = dict(others) if rank == 0 else {}
-    for name, tensor in tensors.items():
+    for name, tensor in own.items():
         full = whole(tensor) if is_dtensor(tensor) else tensor
         if rank == 0:
-            found[name] = full.cpu() if is_dtensor(tensor) else full.detach().cpu().clone()
+            found[name] = full if full.is_cpu and full is not tensor else tensors.copied(full)
     return found
 
 

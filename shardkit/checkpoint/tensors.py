@@ -131,6 +131,14 @@ class HostMemory:
         return self._bytes[:size].view(dtype).view(tuple(sizes))
 
 
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in new host memory, with the same strides."""
+    tensor = tensor.detach()
+    if tensor.device.type in ("cpu", "xla") or is_composed(tensor):
+        return tensor.cpu().clone()
+    return torch.empty_like(tensor, device="cpu").zero_().copy_(tensor)  # see `empty` for the zeros
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether values can be written into it."""
     local = local_part(tensor)
