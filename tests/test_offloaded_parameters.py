@@ -240,15 +240,37 @@ def test_a_gradient_of_the_cpu_waits_for_the_copy_of_fsdps():
         parameter.grad = None
 
 
-def test_a_thread_that_failed_in_its_turn_ends_it_in_the_end(monkeypatch):
-    monkeypatch.setattr(offloaded_gradients, "PATIENCE_S", 0.1)
+@pytest.mark.parametrize("is_same_thread", [False, True])
+def test_a_turn_that_was_never_ended_is_taken_over(monkeypatch, is_same_thread):
+    """Autograd has failed between the two hooks."""
+    monkeypatch.setattr(offloaded_gradients, "PATIENCE_S", 0.05)
     record = Record(nn.Parameter(torch.ones(3)))
     turns = offloaded_gradients.Turns([record])
-    turns.begin_to_add(record)
+    if is_same_thread:
+        turns.begin_to_add(record)
+    else:
+        beside = threading.Thread(target=turns.begin_to_add, args=(record,))
+        beside.start()
+        beside.join()
+        with turns:
+            assert turns._lock.locked()
+    record.sharded_param.sum().backward()
     with turns:
-        pass
+        assert record.sharded_param.grad.tolist() == [1.0] * 3
+    assert not turns._lock.locked()
+
+
+def test_a_long_turn_of_fsdps_is_waited_for(monkeypatch):
+    monkeypatch.setattr(offloaded_gradients, "PATIENCE_S", 0.05)
+    record = Record(nn.Parameter(torch.ones(3)))
+    turns = offloaded_gradients.Turns([record])
+    beside = threading.Thread(target=lambda: record.sharded_param.sum().backward())
     with turns:
-        pass
+        beside.start()
+        beside.join(0.3)
+        assert beside.is_alive() and record.sharded_param.grad is None
+    beside.join(10)
+    assert record.sharded_param.grad.tolist() == [1.0] * 3
 
 
 def test_a_frozen_parameter_stays_frozen_and_may_be_trained_later():

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from shardkit.sharding.hooks import hook_whether_trained, mark_own
 
-# Longer than any copy: a thread that ends with an error does not end its turn.
+# Longer than the CPU adds to a tensor: where autograd fails in between, it does not end its turn.
 PATIENCE_S = 30.0
 
 
@@ -32,14 +32,17 @@ class Turns:
             self._hook(parameter)
 
     def __enter__(self) -> None:
-        self._lock.acquire(timeout=PATIENCE_S)
+        self._begin()
 
     def __exit__(self, *error: object) -> None:
-        self._end()
+        self._lock.release()
 
-    def _end(self) -> None:
-        if self._lock.locked():
-            self._lock.release()
+    def _begin(self) -> None:
+        """Waits for the other's turn, and takes over one that was never ended."""
+        while not self._lock.acquire(timeout=PATIENCE_S):
+            if self._adding is not None:
+                break
+        self._adding = None
 
     def _hook(self, parameter: FSDPParam) -> None:
         """The hooks keep no record of FSDP alive: the garbage collector does not see references from them."""
@@ -62,13 +65,14 @@ class Turns:
 
     def begin_to_add(self, parameter: FSDPParam) -> None:
         """Autograd is about to add a gradient on the CPU."""
-        self._lock.acquire(timeout=PATIENCE_S)
-        self._adding = threading.get_ident()
+        if self._adding != threading.get_ident():  # else an earlier turn of this thread was never ended
+            self._begin()
         if parameter.grad_offload_event is not None:
             parameter.grad_offload_event.synchronize()
+        self._adding = threading.get_ident()
 
     def end_to_add(self) -> None:
         """It has. FSDP calls hooks on the gradient, too, from its own turn."""
         if self._adding == threading.get_ident():
             self._adding = None
-            self._end()
+            self._lock.release()
