@@ -63,16 +63,17 @@ def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offl
             policy = _policy(mixed, is_root=not unit.fqn, dtype=_dtype_of(unit))
         unit.module.register_forward_hook(lambda module, args, output: outputs.without_views(output))
         _give_forward(unit.module)
-        fully_shard(
-            unit.module,
-            mesh=mesh,
-            # None for the root: torch then does not reshard it after forward, since backward starts with it.
-            reshard_after_forward=reshards if unit.fqn or not reshards else None,
-            mp_policy=policy,
-            offload_policy=offload_policy,
-            ignored_params=left_out | elsewhere,
-            shard_placement_fn=partial(_placement, shards=mesh.size(mesh.ndim - 1)),
-        )
+        with fsdp_internals.taking_containers():
+            fully_shard(
+                unit.module,
+                mesh=mesh,
+                # None for the root: torch then does not reshard it after forward, since backward starts with it.
+                reshard_after_forward=reshards if unit.fqn or not reshards else None,
+                mp_policy=policy,
+                offload_policy=offload_policy,
+                ignored_params=left_out | elsewhere,
+                shard_placement_fn=partial(_placement, shards=mesh.size(mesh.ndim - 1)),
+            )
         _name_as_before(type(unit.module))
         original_parameters.release(unit.parameters)
     modules = [unit.module for unit in units.units if isinstance(unit.module, FSDPModule)]

@@ -7,7 +7,9 @@ warned of.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -35,6 +37,18 @@ def warn_of_newer(version: str) -> None:
             *NEWEST,
             *NEWEST,
         )
+
+
+@contextmanager
+def taking_containers() -> Iterator[None]:
+    """Inside, fully_shard takes a ModuleDict or ModuleList that has a forward. (Before torch 2.13 it takes none.)"""
+    place = import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+    found = place._validate_module
+    place._validate_module = lambda module, name: None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        place._validate_module = found  # type: ignore[attr-defined]
 
 
 def root_of(model: nn.Module) -> Any:

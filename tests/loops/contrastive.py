@@ -16,7 +16,7 @@ from tests.loops.run import BATCH, BY_SIZE, Run, loop
 def info_nce(ours: torch.Tensor, theirs: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
     """Each sample's pair against those of all others, both (samples, features)."""
     logits = scale * ours @ theirs.T
-    pairs = torch.arange(len(logits))
+    pairs = torch.arange(len(logits), device=logits.device)
     return (cross_entropy(logits, pairs) + cross_entropy(logits.T, pairs)) / 2
 
 
@@ -105,7 +105,7 @@ class WithQueue(nn.Module):
             key = normalize(self.key(y), dim=-1)
         logits = torch.cat([(query * key).sum(-1, keepdim=True), query @ self.queue.clone().T], 1) / 0.2
         self.queue = torch.cat([self.gather(key), self.queue[:-BATCH]])
-        return cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
+        return cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=logits.device))
 
 
 @loop(fsdp=BY_SIZE, is_long_run_only=True)
@@ -130,7 +130,7 @@ def _following(follow: Any) -> Any:
         student = layers(5, 7, 6)
         teacher = run.prepare(copy.deepcopy(student).requires_grad_(False))
         student, optimizer = run.prepare(student, adam(student.parameters()))
-        center = torch.zeros(6)
+        center = torch.zeros(6, device=run.device)
         for step in range(run.steps):
             with torch.no_grad():
                 target = teacher(run.draw(step + 50, 5))

@@ -83,9 +83,9 @@ def the_name_from_before(run: Run) -> None:
     model.load_state_dict(Net().state_dict(), strict=False)
     optimizer = adam(net.parameters())
     run.prepare(net, optimizer)
-    model.to("cpu")
+    model.to(run.device)
     train(run, net, optimizer)
-    net.float().cpu()
+    net.float().to(run.device)
     train(run, model, optimizer, 10)
 
 
@@ -104,7 +104,7 @@ def a_scaler_of_the_script(run: Run) -> None:
     """torch's GradScaler by hand: a fused kernel gets the scale by attributes of the optimizer."""
     model = Net()
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(run.device.type, init_scale=1024.0)
     for step in range(run.steps):
         optimizer.zero_grad()
         loss = loss_of(model, run.batch(step))

@@ -68,6 +68,10 @@ class Run:
     micro: int = 0
     is_plain: bool = True
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
     def prepare(self, *objects: Any) -> Any:
         self.models += [one for one in objects if isinstance(one, nn.Module)]
         return objects[0] if len(objects) == 1 else objects
@@ -145,6 +149,10 @@ class RanksRun(Run):
     accelerator: Any = None
     is_plain: bool = False
 
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
     def prepare(self, *objects: Any) -> Any:
         prepared = self.accelerator.prepare(*objects)
         several = prepared if isinstance(prepared, tuple) else (prepared,)
@@ -152,7 +160,7 @@ class RanksRun(Run):
         return prepared
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.chunk(self.accelerator.num_processes)[self.accelerator.process_index]
+        return whole.chunk(self.accelerator.num_processes)[self.accelerator.process_index].to(self.device)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         return all_gather_tensor_autograd(part.contiguous(), 0, dist.group.WORLD)
@@ -240,19 +248,19 @@ def _result(one: Loop, run: Run, is_refused: bool) -> Any:
 
 def numbers(run: Run) -> dict[str, Any]:
     def as_double(tensor: torch.Tensor) -> Any:
-        return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().numpy().copy()
+        return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().cpu().numpy().copy()
 
     return {name: as_double(tensor) for name, tensor in run.weights().items()}
 
 
-def config_of(strategy: int, one: Loop) -> Config:
+def config_of(strategy: int, one: Loop, device: str = "cpu", **fsdp: Any) -> Config:
     """Small units; hybrid strategies on four ranks are 2 x 2, else each rank is a replica."""
     world = dist.get_world_size()
     sizes = {"replicate_size": 2, "shard_size": 2} if world == 4 else {"replicate_size": world, "shard_size": 1}
     return Config(
-        use_cpu=True,
+        use_cpu=device == "cpu",
         num_processes=world,
-        fsdp_config={"fsdp_sharding_strategy": strategy, **one.fsdp},
+        fsdp_config={"fsdp_sharding_strategy": strategy, **one.fsdp, **fsdp},
         shardkit={
             "gradient_accumulation_steps": one.accumulation,
             **({"mesh": sizes} if strategy in (4, 5) else {}),

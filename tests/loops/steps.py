@@ -261,7 +261,7 @@ def two_optimizers_for_one_model(run: Run) -> None:
 def parameters_of_a_copy_before(run: Run) -> None:
     """A copy that was made before prepare is no part of it."""
     model = Net()
-    twin = copy.deepcopy(model)
+    twin = copy.deepcopy(model).to(run.device)
     model, optimizer = run.prepare(model, adam(model.parameters()))
     for step in range(run.steps):
         loss = (model(run.batch(step)) - twin(run.batch(step))).pow(2).mean() + loss_of(model, run.batch(step))

@@ -44,7 +44,7 @@ class TwoHeads(nn.Module):
 
 def losses_of(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scores, values = model(x)
-    return cross_entropy(scores, torch.zeros(len(x), dtype=torch.long)), (values - 1).pow(2).mean()
+    return cross_entropy(scores, torch.zeros(len(x), dtype=torch.long, device=x.device)), (values - 1).pow(2).mean()
 
 
 def _two_heads(run: Run, has_weights: bool = False) -> tuple[Any, torch.optim.Optimizer]:
@@ -202,7 +202,7 @@ def texts_of_different_lengths(run: Run) -> None:
         while run.mean((ends > tokens.shape[1]).float().mean()) > 0:
             with torch.no_grad():
                 tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
-        counts = torch.arange(1, tokens.shape[1]) < ends[:, None]
+        counts = torch.arange(1, tokens.shape[1], device=ends.device) < ends[:, None]
         of_tokens = cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], reduction="none")
         loss = (of_tokens * counts * tokens[:, :1]).sum(1).mean() / run.mean(counts.float().sum(1).mean())
         run.backward(loss)
