@@ -375,13 +375,13 @@ def _most_layers(options: Options, offloaded: bool, start: int, most: int) -> Fo
 
 # What is measured first matters most; a weight is a section's share of the time.
 SECTIONS: dict[str, tuple[Callable[[Options], Found], float]] = {
-    "tests": (tests, 4.0),
-    "steps": (steps, 5.0),
+    "tests": (tests, 6.0),
+    "steps": (steps, 4.0),
     "waits": (waits, 1.0),
     "plan": (plan, 3.0),
     "checkpoint": (checkpoint, 1.5),
     "eight_bits": (eight_bits, 1.5),
-    "largest": (largest, 3.0),
+    "largest": (largest, 2.0),
 }
 
 if __name__ == "__main__":

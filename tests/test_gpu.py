@@ -35,6 +35,7 @@ CPU = pytest.param("cpu", marks=pytest.mark.loops)
 ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 ON_BOTH = pytest.mark.parametrize("device", [CPU, CUDA])
 STRATEGY = "fsdp_sharding_strategy"
+PARTS = 6
 
 
 def run(
@@ -205,6 +206,20 @@ def test_two_ranks_share_one_device_through_gloo(tmp_path, device, strategy):
     assert found[0]["norms"] == found[1]["norms"]
     losses = [sum(pair) / 2 for pair in zip(*(one["losses"] for one in found), strict=True)]
     assert losses == pytest.approx(reference(device, 4), abs=1e-4)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("part", range(PARTS))
+def test_loops_that_people_write_are_plain_torch(tmp_path, device, part):
+    """All of `tests/loops`, on one rank: sharded, not sharded, and with parameters in host memory."""
+    answer = tmp_path / "problems.json"
+    script = [ROOT / "tests" / "scripts" / "loops_on_device.py", device, str(part), str(PARTS), answer]
+    done = subprocess.run(
+        [sys.executable, *script], capture_output=True, text=True, timeout=280, cwd=tmp_path, env=variables()
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    problems = json.loads(answer.read_text())
+    assert not problems, "\n".join(f"{where}: {problem}" for where, problem in problems.items())
 
 
 @ON_BOTH

@@ -221,11 +221,11 @@ def plain(name: str) -> tuple[list[float], dict[str, Any]]:
     return run.seen, numbers(run)
 
 
-def on_ranks(name: str, strategies: tuple[int, ...]) -> dict[int, Any]:
+def on_ranks(name: str, strategies: tuple[int, ...], device: str = "cpu", **fsdp: Any) -> dict[int, Any]:
     """The same by an Accelerator, for each strategy: runs on every rank. What a strategy refuses is its text."""
     one, found = LOOPS[name], {}
     for strategy in strategies:
-        accelerator = Accelerator(config=config_of(strategy, one))
+        accelerator = Accelerator(config=config_of(strategy, one, device, **fsdp))
         run = RanksRun(accelerator=accelerator, accumulation=one.accumulation)
         torch.manual_seed(0)
         found[strategy] = _result(

@@ -305,6 +305,6 @@ class Named(nn.ModuleDict):
         return iter(self.values())
 
 
-@loop(fsdp=BY_SIZE, is_long_run_only=True)
+@loop(fsdp=BY_SIZE)
 def models_in_a_dictionary(run: Run) -> None:
     _in_a_container(run, Named)

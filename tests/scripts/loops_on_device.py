@@ -1,0 +1,62 @@
+"""One process that runs loops of tests/loops on one device, and compares them with plain torch on the CPU.
+
+    python loops_on_device.py cpu|cuda PART PARTS RESULT.json
+
+Of all loops it takes every PARTS-th from number PART on, under strategies 1 and 3, and 1 with offloaded parameters. The
+result: {loop and way: what differs}.
+"""
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch.distributed as dist
+
+from tests import loops
+
+# Numbers are drawn on the device, which has others than the CPU.
+DRAWN = ("rows_written", "values_drawn_after_prepare")
+# Gradients that live in host memory are joined by operations on the device.
+NOT_OFFLOADED = ("gradients_joined_and_split", "rows_written_by_way_of_the_whole")
+# Of the same operations in another order; the device's kernels for sums are others, too.
+BOUND = 1e-3
+
+
+def main() -> None:
+    device, part, parts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
+    problems = {}
+    for name in [name for name in loops.LOOPS if name not in DRAWN][part::parts]:
+        expected = loops.plain(name)
+        for way, strategy, fsdp in (("", 1, {}), ("", 3, {}), (" offloaded", 1, {"fsdp_offload_params": True})):
+            if not (fsdp and name in NOT_OFFLOADED):
+                problem = _problem(name, strategy, device, fsdp, expected)
+                problems |= {f"{name}, strategy {strategy}{way}": problem} if problem else {}
+    dist.destroy_process_group()
+    Path(sys.argv[4]).write_text(json.dumps(problems))
+
+
+def _problem(name: str, strategy: int, device: str, fsdp: dict[str, Any], expected: Any) -> str | None:
+    """What differs from plain torch; None if nothing does."""
+    try:
+        found = loops.on_ranks(name, (strategy,), device, **fsdp)[strategy]
+    except Exception:  # the other loops run all the same
+        return traceback.format_exc()[-2000:]
+    if isinstance(found, str):
+        return None if loops.LOOPS[name].refused[strategy] in found else found
+    seen = numpy.array(found[0]), numpy.array(expected[0])
+    if seen[0].shape != seen[1].shape or not numpy.allclose(*seen, rtol=BOUND, atol=BOUND):
+        return f"saw {found[0]}, in plain torch {expected[0]}"
+    far = [
+        fqn for fqn, weight in expected[1].items() if not numpy.allclose(found[1][fqn], weight, rtol=BOUND, atol=BOUND)
+    ]
+    return f"other weights: {far}" if far else None
+
+
+if __name__ == "__main__":
+    main()
