@@ -176,7 +176,8 @@ def gather_in_fp8(model: nn.Module) -> None:
         fsdp_internals.gather_by(parameter, partial(kind, linear_mm_config=layer.linear_mm_config, dtype=dtype))
         gathered.append(parameter)
     if dtype is not None:
-        scales = _Scales(gathered, dtype)
+        to_scale = import_module("torchao.float8.float8_utils").amax_to_scale
+        scales = _Scales(gathered, partial(to_scale, float8_dtype=dtype))
         fsdp_unit.before_forward(model, scales.compute)
         fsdp_unit.at_end_of_backward(model, (), scales.drop)
 
@@ -185,19 +186,19 @@ class _Scales:
     """The scales of weights that are gathered in fp8, for a forward and its backward: computed with one reduction over
     the ranks, in place of one for each weight in each gather."""
 
-    def __init__(self, parameters: Sequence[Any], dtype: torch.dtype) -> None:
-        self._parameters, self._dtype = parameters, dtype
+    def __init__(self, parameters: Sequence[Any], to_scale: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._parameters, self._to_scale = parameters, to_scale
 
     def compute(self) -> None:
         """Takes the weights as they are now. Collective."""
-        to_scale = import_module("torchao.float8.float8_utils").amax_to_scale
+        weights = self._weights()
         with torch.inference_mode(False), torch.no_grad():  # a later backward may save them
-            norms = torch._foreach_norm([weight._tensor for weight in self._weights()], math.inf)
+            norms = torch._foreach_norm([weight._tensor for weight in weights], math.inf)
             largest = torch.stack([norm.to(torch.float32) for norm in norms])
             group = self._parameters[0].mesh_info.shard_process_group
             if group.size() > 1:
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            for weight, scale in zip(self._weights(), to_scale(largest, self._dtype).unbind(), strict=True):
+            for weight, scale in zip(weights, self._to_scale(largest).unbind(), strict=True):
                 weight._precomputed_scale = scale
 
     def drop(self) -> None:

@@ -1,6 +1,7 @@
 """Gradient hooks that also work for parameters which become trainable later, and that keep no objects alive."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from weakref import WeakMethod
 
 import torch
@@ -11,12 +12,21 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+@contextmanager
+def taking_hooks(parameter: torch.Tensor) -> Iterator[None]:
+    """Inside, the parameter takes hooks, also if it is frozen: torch registers them on trainable tensors only."""
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(is_trained)
+
+
 def hook_whether_trained(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Call the hook when a gradient has been accumulated, also if the parameter is frozen now and trainable later."""
-    is_trained = parameter.requires_grad
-    parameter.requires_grad_(True)  # torch only registers the hook on such tensors
-    parameter.register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(is_trained)
+    with taking_hooks(parameter):
+        parameter.register_post_accumulate_grad_hook(hook)
 
 
 def is_own(hook: Callable[[torch.Tensor], None]) -> bool:

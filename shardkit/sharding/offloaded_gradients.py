@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from shardkit.sharding.hooks import hook_whether_trained, mark_own
+from shardkit.sharding.hooks import mark_own, taking_hooks
 
 # Longer than the CPU adds to a tensor: where autograd fails in between, it does not end its turn.
 PATIENCE_S = 30.0
@@ -58,10 +58,9 @@ class Turns:
                 own.end_to_add()
 
         sharded: Any = parameter.sharded_param
-        hook_whether_trained(sharded, mark_own(after))
-        is_trained = sharded.requires_grad
-        torch.Tensor.register_hook(sharded.requires_grad_(True), before)  # a sharded parameter's own refuses scripts
-        sharded.requires_grad_(is_trained)
+        with taking_hooks(sharded):
+            torch.Tensor.register_hook(sharded, before)  # a sharded parameter's own refuses scripts
+            sharded.register_post_accumulate_grad_hook(mark_own(after))
 
     def begin_to_add(self, parameter: FSDPParam) -> None:
         """Autograd is about to add a gradient on the CPU."""

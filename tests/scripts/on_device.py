@@ -54,7 +54,7 @@ def main() -> None:
     if "export" in order:
         accelerator.save_model(model, order["export"])
     weight = model.head.weight
-    state = optimizer.state[weight].get("exp_avg")  # not Adagrad; none where every step was skipped
+    state = optimizer.state[weight].get("exp_avg")  # Adagrad has none, nor has one that skipped every step
     result |= {"parameter": _described(weight), "state": None if state is None else _described(state)}
     result |= {"sum": _sums(accelerator.get_state_dict(model)), "device": str(accelerator.device)}
     if order.get("ends_alone"):
