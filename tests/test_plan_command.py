@@ -609,6 +609,9 @@ def test_step_time_by_hand():
     assert faster.time is not None
     assert faster.time.fastest_s == pytest.approx(found.time.fastest_s / 1.16)
     assert faster.time.slowest_s == found.time.slowest_s
+    whole = row(request.with_config(request.config.model_copy(update={"mixed_precision": "no"})))
+    assert whole.time is not None
+    assert whole.time.compute_s == pytest.approx([flops / (67e12 * part) for part in (0.75, 0.50, 0.25)])
 
 
 def test_a_tied_embedding_is_the_heads_matrix_too():

@@ -38,7 +38,10 @@ EFFICIENCIES = {
 # What those runs have in common: at least 0.76 billion parameters on H100 (0.125 on A100), at least 4,096 tokens in a
 # micro-batch, 8 to 64 ranks on H100, up to 128 on A100 (torchtitan's on 128 H100 are 3 % slower than on 8).
 PUBLISHED_NUMEL, PUBLISHED_TOKENS, PUBLISHED_SEQ_LEN, PUBLISHED_RANKS = 760_000_000, 4096, 65_536, 128
-ASSUMED = Efficiency(0.25, 0.40, 0.60, "assumed: no published value is used for it")
+# Without a published value. On one H200, `make gpu` measured 0.48 to 0.50 in bf16, 0.54 to 0.62 with recomputation, and
+# 0.70 in fp32, whose peak is that of units which few kernels leave idle (docs/reference/plan-accuracy.md).
+ASSUMED = Efficiency(0.25, 0.40, 0.65, "assumed: no published value is used for it")
+ASSUMED_FP32 = Efficiency(0.25, 0.50, 0.75, "assumed: no published value is used for fp32")
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class Device:
 
     def efficiency(self, compute: str, recomputes: bool) -> Efficiency:
         """Fraction of peak FLOPS reached in this dtype, with or without recomputation."""
+        if compute == "fp32":
+            return ASSUMED_FP32
         kind = re.sub(r" \d+ GB$", "", self.name)
         return EFFICIENCIES.get((kind, recomputes), ASSUMED) if compute == "bf16" else ASSUMED
 
