@@ -30,16 +30,17 @@ class Steps:
     saved: int
     last: int
     log_every: int
+    global_batch: int
 
 
-FULL = Steps(first=120, saved=100, last=240, log_every=5)
-QUICK = Steps(first=28, saved=16, last=48, log_every=4)
+FULL = Steps(first=120, saved=100, last=240, log_every=5, global_batch=24)
+QUICK = Steps(first=28, saved=16, last=48, log_every=4, global_batch=12)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", nargs="?", default="demo", type=Path)
-    parser.add_argument("--quick", action="store_true", help="fewer steps")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller steps")
     arguments = parser.parse_args()
     folder, steps = arguments.folder, QUICK if arguments.quick else FULL
     clear(folder)
@@ -90,6 +91,7 @@ def train(folder: Path, config: Path, steps: Steps, until: int, *options: str) -
     """One launch of the starter script; the losses that it printed, by step."""
     script = [str(HERE / "train.py"), "--folder", str(folder / "run"), "--steps", str(until)]
     script += ["--save-every", str(steps.saved), "--log-every", str(steps.log_every)]
+    script += ["--global-batch", str(steps.global_batch)]
     output = shardkit("launch", "--config", str(config), *options, *script)
     found = re.findall(r"step +(\d+) +loss +([\d.]+)", output)
     return {int(step): float(loss) for step, loss in found}

@@ -55,7 +55,7 @@ def reads(strategy: int, precision: str, accumulation: int) -> dict[str, float]:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    loader = accelerator.prepare(DataLoader(TensorDataset(torch.randint(19, (64, 9))), 1, shuffle=True))
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.randint(19, (20 * accumulation, 9))), 1, shuffle=True))
     found: Counter = Counter()
     steps = 0
     for (tokens,) in loader:

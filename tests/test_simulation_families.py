@@ -1,6 +1,5 @@
 """Models that are more than a stack of blocks, simulated: unused branches, adapters, encoder-decoders."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from shardkit.plan import activations, worker
 from shardkit.plan.answer import PlanRequest
 from shardkit.plan.closed_form import Memory
 from shardkit.plan.devices import DEVICES
-from shardkit.plan.simulation import simulate
+from shardkit.plan.simulation import _simulation, simulate
 
 MIB = 2**20
 HERE = __name__
@@ -163,7 +162,9 @@ for _family in FAMILIES:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3", "opt", "vit"])
+@pytest.mark.parametrize(
+    "family", ["llama", "vit", *(pytest.param(f, marks=pytest.mark.loops) for f in ("qwen3", "opt"))]
+)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_the_closed_form_counts_what_a_block_keeps(family, precision):
     """Per block and token within 1 %: what lies between two blocks of a forward."""
@@ -197,7 +198,9 @@ def test_the_simulated_sequence_is_the_one_that_is_reported(tmp_path):
     transformers.RobertaConfig(vocab_size=100, max_position_embeddings=34, **sizes).save_pretrained(tmp_path)
     asked = PlanRequest(describe(str(tmp_path)), Config(num_processes=2), 2, 2, DEVICES["cpu"], batch_size=1)
     assert asked.sequence_tokens == 32
-    (by_default,), (given,) = simulate(asked), simulate(replace(asked, seq_len=32))
+    (by_default,) = simulate(asked)
+    job = worker.Job("transformers", str(tmp_path), [], 2, 2, "adamw", None, batch_size=1, seq_len=32, is_exact=False)
+    given = _simulation(asked, asked.config, worker._to_json(*worker.simulated(job, asked.config)), None)
     assert by_default.memory.peak == given.memory.peak
 
 
