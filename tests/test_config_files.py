@@ -430,6 +430,7 @@ CONFIGS = st.builds(
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
+@pytest.mark.slow
 @QUICK
 @given(CONFIGS, st.booleans())
 def test_reading_gives_back_what_was_written(config, comments):

@@ -359,7 +359,7 @@ def step_both(first, second, *optimizers):
     return {"first": first.state_dict(), "second": second.state_dict()}
 
 
-@pytest.mark.parametrize("kind", ["numbers", "names"])
+@pytest.mark.parametrize("kind", [pytest.param("numbers", marks=pytest.mark.slow), "names"])
 def test_several_models_and_optimizers_go_on(tmp_path, monkeypatch, capsys, kind):
     *models, _, _ = parts = two_models()
     optimizers = parts[2:]
@@ -389,6 +389,7 @@ def test_several_models_and_optimizers_go_on(tmp_path, monkeypatch, capsys, kind
     torch.testing.assert_close(step_both(*others), step_both(*parts), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_param_groups_need_the_optimizer(tmp_path, monkeypatch, capsys):
     _, second, _, optimizer = two_models()
     second(torch.ones(3, 4)).square().mean().backward()

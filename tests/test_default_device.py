@@ -65,7 +65,7 @@ def losses(folder: Path | None, default: str | None, strategy: int) -> list[floa
         torch.set_default_device(None)
 
 
-@pytest.mark.parametrize("strategy", [1, 3])
+@pytest.mark.parametrize("strategy", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_run_is_the_same_with_any_default_device(ranks, tmp_path, strategy):
     plain = ranks.run(2, losses, None, None, strategy)
     assert ranks.run(2, losses, tmp_path, "meta", strategy) == plain

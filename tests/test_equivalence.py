@@ -68,9 +68,12 @@ def cases() -> list[Case]:
 
 
 def marked_cases() -> list[Any]:
-    """The quick part takes two ranks."""
-    slow = {True: [pytest.mark.slow], False: []}
-    return [pytest.param(case, id=str(case), marks=slow[case.world != 2]) for case in cases()]
+    """The quick part takes two ranks, and blocks by their class."""
+    slow = {True: [], False: [pytest.mark.slow]}
+    return [
+        pytest.param(case, id=str(case), marks=slow[case.world == 2 and case.wrap in ("class", "none")])
+        for case in cases()
+    ]
 
 
 def build(tied: bool, seed: int) -> nn.Module:

@@ -96,7 +96,11 @@ def test_a_description_survives_json():
         ("train.py", "a file is not a model; give module:function, as train:FUNCTION."),
         ("./src/train.py:build", "give module:function, as src.train:build."),
         ("/src/train.py:build", "give module:function, as train:build, in the folder /src."),
-        ("torch.nn:Identity", "Identity has no parameters (got 0); give a model to train."),
+        pytest.param(
+            "torch.nn:Identity",
+            "Identity has no parameters (got 0); give a model to train.",
+            marks=pytest.mark.slow,  # it is built, in a process of its own
+        ),
     ],
 )
 def test_what_is_not_a_model_says_what_can_be_given(spec, text):

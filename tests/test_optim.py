@@ -228,7 +228,9 @@ def hooked(name: str, is_sharded: bool) -> tuple[list[float], int]:
         local_step.WHOLE_BYTES = found
 
 
-@pytest.mark.parametrize("name", list(HOOKED))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "AdamW" else [pytest.mark.slow]) for name in HOOKED]
+)
 def test_hooks_on_the_step_see_the_models_parameters(ranks, name):
     expected = hooked(name, is_sharded=False)
     assert expected[1] == 6

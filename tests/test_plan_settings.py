@@ -197,6 +197,7 @@ def planned(
     return {key: answer[key] for key in ("world_size", "strategies", "chosen")}
 
 
+@pytest.mark.slow
 def test_every_planned_setting_changes_the_plan(capsys, tmp_path, monkeypatch):
     """The value against the same settings without it."""
     monkeypatch.chdir(tmp_path)
