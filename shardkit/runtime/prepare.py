@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from shardkit.data.agreement import generator_of
 from shardkit.data.loader import PreparedLoader, prepare_loader
+from shardkit.distributed import accelerators
 from shardkit.distributed.tensors import is_composed, is_dtensor, layers, unwrapped
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.log import get_logger
@@ -58,6 +59,8 @@ def prepare(
     except ShardkitError:
         run.optimizers[:], run.schedulers[:] = found_before
         raise
+    if "model" in kinds and run.config.mode == "fsdp" and run.process.device.type != "cpu":
+        accelerators.empty_cache()  # whole weights that sharding has freed, else reserved in segments of their sizes
     return prepared
 
 
