@@ -1,6 +1,9 @@
 """Saving beside training: what is saved is the state at the call, whatever the loop does next."""
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -9,6 +12,7 @@ import torch
 
 from shardkit import Accelerator
 from shardkit.checkpoint import async_save, write
+from shardkit.checkpoint.verify import damages, open_checkpoint
 from shardkit.distributed import control
 from shardkit.errors import CheckpointSaveError
 from shardkit.runtime import separate_checkpoints
@@ -163,3 +167,27 @@ def test_an_error_that_nobody_awaited_is_logged_at_exit(live, background, tmp_pa
     with log_lines() as lines:
         action()
     assert len(lines) == 1 and "No space left on device" in lines[0]
+
+
+LEAVES = """
+import sys
+from pathlib import Path
+from shardkit.checkpoint import async_save, write
+from shardkit.distributed import control
+from tests import checkpoints
+
+live = checkpoints.build("plain")
+checkpoints.train(live, 1)
+request = write.SaveRequest(Path(sys.argv[1]), 1, "test", digest="sha256")
+background = async_save.AsyncSave(control.start_background(60.0))
+background.start(write.prepare(live, "sharded", request, background.control))
+"""
+
+
+@pytest.mark.slow
+def test_a_save_that_hashes_in_a_thread_outlasts_the_script(tmp_path):
+    """At the end of a script Python stops its executors, and waits for the save only after that."""
+    surroundings = {**os.environ, "SHARDKIT_FAULT": "write:0:sleep=3", "SHARDKIT_FAULT_MARKS": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", LEAVES, tmp_path / "saved"], env=surroundings, timeout=120)
+    assert done.returncode == 0 and (tmp_path / "write.0").exists()
+    assert not damages(open_checkpoint(tmp_path / "saved"))

@@ -196,7 +196,7 @@ class _Hasher:
         """Hash and write the same bytes, block by block."""
         for begin in range(0, len(data), disk.BLOCK_BYTES):
             block = data[begin : begin + disk.BLOCK_BYTES]
-            hashed: Future[None] | None = self._thread.submit(digest.update, block) if self._thread else None
+            hashed = self._begin(digest, block)
             try:
                 file.put(block, offset + begin)
             finally:
@@ -204,6 +204,13 @@ class _Hasher:
                     hashed.result()
                 else:
                     digest.update(block)
+
+    def _begin(self, digest: digests.Digest, block: memoryview) -> Future[None] | None:
+        """The thread's work on a block; None where there is no thread: a save in the background may outlast the script,
+        and Python starts no threads while it ends."""
+        with suppress(RuntimeError):
+            return self._thread.submit(digest.update, block) if self._thread else None
+        return None
 
 
 def _in_host_memory(
