@@ -253,18 +253,21 @@ def replace_one(project):
     return step, sorted(path.name for path in project.iterdir())
 
 
-def replace_with_notes(project):
+def replace_with_notes(project, is_damaged):
     run = run_of(project)
     path = run[0].save_state(project / "mine")
     (path / "notes.txt").write_text("keep me")
+    if is_damaged:
+        (path / manifest.NAME).write_text("{")
     run[0].save_state(path)
     (kept,) = project.glob("mine.replaced-*")
     run[0].load_state(path)
     return (kept / "notes.txt").read_text()
 
 
-def test_other_files_in_a_replaced_checkpoint_are_kept(ranks, tmp_path):
-    assert ranks.run(1, replace_with_notes, tmp_path) == ["keep me"]
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_other_files_in_a_replaced_checkpoint_are_kept(ranks, tmp_path, is_damaged):
+    assert ranks.run(1, replace_with_notes, tmp_path, is_damaged) == ["keep me"]
 
 
 @pytest.mark.fault_row(4)
@@ -285,8 +288,11 @@ def refuse_things(project):
         run[0].load_state(project / "a/checkpoints")
     (project / "other").mkdir(exist_ok=True)
     (project / "other/notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="a folder with other files in it"):
-        run[0].save_state(project / "other")
+    for of_another_program in (False, True):  # on a disk that ignores case, a manifest.json is a MANIFEST.json
+        if of_another_program:
+            (project / "other" / manifest.NAME).write_text('{"name": "a web page"}')
+        with pytest.raises(CheckpointError, match="a folder with other files in it"):
+            run[0].save_state(project / "other")
     run[0].project_configuration.automatic_checkpoint_naming = False
     with pytest.raises(UsageError, match="no folder is given"):
         run[0].save_state()

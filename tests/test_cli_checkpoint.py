@@ -202,6 +202,14 @@ def test_a_named_checkpoint_with_a_damaged_manifest_is_damaged(tmp_path, capsys)
     assert "DAMAGED" in called(capsys, "list", tmp_path).splitlines()[1]
 
 
+def test_a_project_with_the_manifest_of_another_program_is_no_checkpoint(project, tmp_path, capsys):
+    copied(project, tmp_path / "run")
+    (tmp_path / "run" / manifest.NAME).write_text('{"name": "a web page"}')
+    assert "2 checkpoints" in called(capsys, "list", tmp_path / "run")
+    assert called(capsys, "verify", tmp_path / "run").count(": valid (") == 2
+    assert called(capsys, "inspect", tmp_path / "run").startswith(str(tmp_path / "run/checkpoints/step-00000008"))
+
+
 def test_prune_of_another_users_folder_says_what_to_do(project, capsys, monkeypatch):
     def refused(*_):
         raise PermissionError(errno.EACCES, "Permission denied", "checkpoints/.lock")

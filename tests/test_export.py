@@ -309,6 +309,9 @@ def test_refusals_in_words(tmp_path):
     with pytest.raises(CheckpointSaveError, match="is a checkpoint"):
         save(nn.Linear(2, 2), tmp_path)
     assert names_in(tmp_path) == ["MANIFEST.json", "file"]
+    (tmp_path / "MANIFEST.json").write_text('{"name": "a web page"}')
+    save(nn.Linear(2, 2), tmp_path)
+    assert names_in(tmp_path) == ["MANIFEST.json", "file", "model.safetensors"]
 
 
 @pytest.mark.parametrize("size", ["5GB", "100"])

@@ -217,6 +217,14 @@ def test_a_checkpoint_is_replaced_as_a_whole(root, live):
         checkpoints.save(live, root.parent / "other", 1, replace=True)
 
 
+def test_the_manifest_of_another_program_is_not_replaced(root, live):
+    theirs = root / "web" / manifest.NAME
+    objects.put(theirs, b'{"name": "a web page"}')
+    with pytest.raises(CheckpointSaveError, match=r"MANIFEST.json of another program is there; use another name"):
+        checkpoints.save(live, root / "web", 1, replace=True)
+    assert objects.read(theirs, 99) == b'{"name": "a web page"}'
+
+
 def test_old_listings_do_not_hide_the_newest(tmp_path, root, live):
     save_step(live, root, 1)
     save_step(live, root, 2)

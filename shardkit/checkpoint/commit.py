@@ -97,10 +97,7 @@ def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> No
 
 def _remove_replaced(old: Path, final: Path, save_id: str) -> None:
     """Delete the checkpoint that was replaced. If it also contains files that are not its own, rename it instead."""
-    try:
-        others = manifest.strangers(old, manifest.read(old))
-    except CheckpointError:
-        others = []
+    others = manifest.strangers(old)
     if not others:
         disk.remove_folder(old)
         return
@@ -109,7 +106,7 @@ def _remove_replaced(old: Path, final: Path, save_id: str) -> None:
     logger.warning(
         "checkpoint: the replaced checkpoint %s contained other files (%s); it was renamed to %s.",
         final,
-        others[0].name,
+        others[0],
         kept,
     )
 

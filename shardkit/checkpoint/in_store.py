@@ -89,6 +89,8 @@ def _warn_of_no_condition(root: Url) -> None:
 
 
 def _refuse_taken(request: "SaveRequest", final: Url, before: Seen | None) -> None:
+    if before is not None and manifest.is_of_another_program(final):
+        raise FileExistsError(17, f"{manifest.NAME} of another program is there; use another name", str(final))
     if before is not None and not request.replace:
         raise FileExistsError(17, "a checkpoint with this name exists, and checkpoints are not overwritten", str(final))
     if before is None:

@@ -66,11 +66,11 @@ def _with_name(path: Place) -> Place:
 
 def _is_checkpoint(path: Place) -> bool:
     if isinstance(path, Url):
-        return manifest.is_here(path)
+        return manifest.is_here(path) and not manifest.is_of_another_program(path)
+    if folder.STEP.fullmatch(path.name) and os.path.isdir(path):
+        return True
     # os.path instead of Path.exists: no PermissionError here; opening the file reports it.
-    return os.path.exists(path / manifest.NAME) or (
-        folder.STEP.fullmatch(path.name) is not None and os.path.isdir(path)
-    )
+    return os.path.exists(path / manifest.NAME) and not manifest.is_of_another_program(path)
 
 
 def checkpoint(path: Place) -> Checkpoint:

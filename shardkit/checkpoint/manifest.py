@@ -164,10 +164,14 @@ def is_here(folder: Place) -> bool:
 
 
 def is_of_another_program(folder: Place) -> bool:
-    """Whether the file is undamaged JSON of another format."""
+    """Whether the file is undamaged JSON of another format: of a web page, say, on a disk that ignores case."""
     try:
         return not _is_ours(disk.from_json(disk.read_small(folder, NAME), NAME))
     except CheckpointError:
+        return False
+    except OSError:
+        if isinstance(folder, Url):  # the store does not answer
+            raise
         return False
 
 
@@ -260,7 +264,8 @@ def check_sizes(folder: Place, manifest: Manifest) -> list[str]:
         elif seen.st_size != file.bytes:
             problems.append(_other_size(path, seen.st_size, file))
     return problems + [
-        f"{path}: not part of this checkpoint (move it elsewhere)" for path in _strangers(folder, found, manifest)
+        f"{folder / name}: not part of this checkpoint (move it elsewhere)"
+        for name in _unknown(_files_among(found), manifest)
     ]
 
 
@@ -284,19 +289,26 @@ def _other_size(path: Place, size: int, file: File) -> str:
     return f"{path}: has {size} bytes instead of the {file.bytes} that were saved (truncated or overwritten)"
 
 
-def strangers(folder: Path, manifest: Manifest) -> list[Path]:
-    """Files below the folder that are not in the manifest, except hidden ones (.DS_Store, .nfs...)."""
-    return _strangers(folder, _below(folder), manifest)
+def strangers(folder: Path) -> list[str]:
+    """Names of the files below a checkpoint's folder that are not in its manifest, or, if that is damaged, that the
+    format does not use; except hidden ones (.DS_Store, .nfs...)."""
+    files = _files_among(_below(folder))
+    try:
+        return _unknown(files, read(folder))
+    except CheckpointError:
+        return _not_hidden(name for name in files if name != NAME and not FILE_NAME.fullmatch(name))
 
 
-def _strangers(folder: Path, found: dict[str, os.stat_result], manifest: Manifest) -> list[Path]:
-    files = [name for name, seen in found.items() if not stat.S_ISDIR(seen.st_mode)]
-    return [folder / name for name in _unknown(files, manifest)]
+def _files_among(found: dict[str, os.stat_result]) -> list[str]:
+    return [name for name, seen in found.items() if not stat.S_ISDIR(seen.st_mode)]
 
 
 def _unknown(names: Iterable[str], manifest: Manifest) -> list[str]:
-    others = {*names} - {*map(manifest.stored, manifest.every_file), NAME}
-    return sorted(name for name in others if not name.rpartition("/")[2].startswith("."))
+    return _not_hidden({*names} - {*map(manifest.stored, manifest.every_file), NAME})
+
+
+def _not_hidden(names: Iterable[str]) -> list[str]:
+    return sorted(name for name in names if not name.rpartition("/")[2].startswith("."))
 
 
 def _below(folder: Path) -> dict[str, os.stat_result]:
