@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from shardkit import Accelerator
+from shardkit import Accelerator, ProjectConfiguration
 from shardkit.checkpoint import async_save, write
 from shardkit.checkpoint.verify import damages, open_checkpoint
 from shardkit.distributed import control
@@ -120,6 +120,23 @@ def test_the_load_of_a_single_model_waits_for_the_save_in_flight(alone, tmp_path
     separate_checkpoints.load_only_model(run, model, tmp_path / "model")
     assert run.saving.background._thread is None
     accelerator.end_training()
+
+
+def test_a_script_may_change_its_folder_while_it_is_saved(alone, tmp_path, monkeypatch):
+    """The project is named relative to the folder in which the script began to save."""
+    for name in ("begun", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "begun")
+    project = ProjectConfiguration("run", automatic_checkpoint_naming=True)
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "NO"}, project_config=project)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    monkeypatch.setenv("SHARDKIT_FAULT", "open:0:sleep=0.3")
+    with log_lines() as lines:
+        saved = accelerator.save_state(blocking=False)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        accelerator.end_training()
+    assert saved == tmp_path / "begun/run/checkpoints/step-00000000" and not damages(open_checkpoint(saved))
+    assert any("step 0 saved in run/checkpoints/step-00000000 (" in line for line in lines)
 
 
 def test_an_optimizer_without_hooks_is_copied_first(live, background, tmp_path):

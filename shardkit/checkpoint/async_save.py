@@ -25,7 +25,7 @@ from shardkit.checkpoint.save_request import PreparedSave
 from shardkit.distributed.control import ControlGroup, LostRank
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.log import get_logger
-from shardkit.storage.url import Place, Url
+from shardkit.storage.url import Url
 
 logger = get_logger(__name__)
 
@@ -48,7 +48,7 @@ class AsyncSave:
     _is_copied: threading.Event = field(default_factory=threading.Event)
     _step_hooks: list[RemovableHandle] = field(default_factory=list)
     _problem: str | None = None
-    _where: Place | None = None
+    _where: str = ""
     _buffers: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
     def start(
@@ -61,7 +61,7 @@ class AsyncSave:
         the save is committed.
         """
         assert self._thread is None, "one save at a time: wait first"
-        self._where = prepared.request.final
+        self._where = prepared.request.where
         self._is_copied.clear()
         uncopied: list[_Uncopied] = []
         try:
@@ -74,7 +74,7 @@ class AsyncSave:
             self._step_hooks = [item.register_step_pre_hook(lambda *_: self.wait_until_copied()) for item in optimizers]
         # Not a daemon: the interpreter waits for it, so a save that was begun is committed before the process ends.
         self._thread = threading.Thread(target=self._run, args=(prepared, uncopied, on_commit), name="shardkit-save")
-        if isinstance(self._where, Url):
+        if isinstance(prepared.request.final, Url):
             _await_before_executors_end(self._thread)
         self._thread.start()
 

@@ -43,7 +43,7 @@ def together(
 
 
 def report(request: SaveRequest, reason: str) -> str:
-    failed = f"checkpoint: save of step {request.step} to {request.final} failed: {reason}."
+    failed = f"checkpoint: save of step {request.step} to {request.where} failed: {reason}."
     return f"{failed}\n  {_earlier_checkpoint(request)}"
 
 

@@ -91,8 +91,8 @@ def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> No
             "checkpoint: step %d is saved, but cleaning up failed: %s.", request.step, words(error).rstrip(".")
         )
     seconds = time.monotonic() - started
-    where, size = request.final, sizes.in_words(record.bytes)
-    logger.info("checkpoint: step %d saved in %s (%s, %.1f s)", request.step, where, size, seconds)
+    size = sizes.in_words(record.bytes)
+    logger.info("checkpoint: step %d saved in %s (%s, %.1f s)", request.step, request.where, size, seconds)
 
 
 def _remove_replaced(old: Path, final: Path, save_id: str) -> None:

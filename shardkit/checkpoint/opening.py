@@ -141,7 +141,7 @@ class Opening:
         return {
             "request": {
                 "step": request.step,
-                "folder": request.name or str(request.final),
+                "folder": request.where,
                 "kind": captured.index.kind,
             },
             "sections": fingerprints(captured),

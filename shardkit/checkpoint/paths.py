@@ -33,6 +33,11 @@ def on_disk(path: Any, caller: str, advice: str = "give a folder on a disk") -> 
     return found
 
 
+def absolute(place: Place) -> Place:
+    """The path from the root, which stays the same where the script changes its working folder."""
+    return place if isinstance(place, Url) else Path(os.path.abspath(place))
+
+
 def real(place: Place) -> Place:
     """The canonical path, equal for two names of one place."""
     return place if isinstance(place, Url) else place.resolve()

@@ -22,11 +22,11 @@ class SaveRequest:
     """Where and how a state is saved."""
 
     final: Place
-    """The folder, with links followed, as this rank sees it; or a place in an object store."""
+    """The folder from the root, as this rank sees it; or a place in an object store."""
     step: int
     run_id: str
     name: str = ""
-    """The folder as the script named it, for the comparison between ranks; by default the path."""
+    """The folder as the script named it, for messages and the comparison between ranks; by default the path."""
     epoch: int = 0
     samples_seen: int = 0
     parent: str | None = None
@@ -48,6 +48,11 @@ class SaveRequest:
     staging: Staging | None = None
     """The folder with the files that the user's hooks wrote."""
     save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def where(self) -> str:
+        """The folder, for messages."""
+        return self.name or str(self.final)
 
 
 @dataclass

@@ -176,7 +176,7 @@ def _save(run: Run, session: SaveSession, request: SaveRequest, is_blocking: boo
         request = replace(request, staging=staging)
     prepared = write.ready(lambda: _captured(run, session.control, elsewhere), request, session.control)
     if prepared is None:
-        logger.info("checkpoint: step %d is saved in %s already, to the byte", request.step, request.final)
+        logger.info("checkpoint: step %d is saved in %s already, to the byte", request.step, request.where)
     else:
         _warn_of_drift(session, prepared.drift)
         if is_blocking:
@@ -265,9 +265,9 @@ def forget(run: Run) -> None:
 
 
 def _final(run: Run, output: str | Path | None) -> Place:
-    """The folder of the checkpoint."""
+    """The folder of the checkpoint. A save in the background goes on after the script has changed its folder."""
     if output is None:
-        return folder.step_folder(root_of(run), run.counters.step)
+        return paths.absolute(folder.step_folder(root_of(run), run.counters.step))
     final = paths.named(output, "save_state")
     if isinstance(final, Path):
         paths.refuse_working_folder(final, "save_state", output)
@@ -281,7 +281,7 @@ def _request(run: Run, session: SaveSession, final: Place, output: str | Path | 
         final=final,
         step=run.counters.step,
         run_id=session.run_id,
-        name=str(final if output is None else output),
+        name=str(root_of(run) / final.name if output is None else output),
         epoch=loaders[0].epoch if loaders else 0,
         samples_seen=run.counters.state_dict()["samples_seen"],
         parent=session.parent,
