@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardkit.checkpoint import manifest, verify
-from shardkit.errors import CheckpointSaveError, UsageError
+from shardkit.checkpoint import folder, locate, manifest, retention, verify
+from shardkit.cli.main import run as run_command
+from shardkit.errors import EXIT_CHECKPOINT, CheckpointError, CheckpointSaveError, UsageError
 from shardkit.runtime import objects, saving
 from tests.test_checkpoint_facade import run_of, train
 
@@ -48,6 +49,47 @@ def test_a_link_is_followed_and_stays(ranks, tmp_path, there, world):
     assert manifest.read(scratch).step == 2 and not scratch.is_symlink()
     assert sorted(path.name for path in scratch.parent.iterdir()) == ["data"], "nothing else is left there"
     assert verify.damages(verify.open_checkpoint(link)) == [], "the commands follow it too"
+
+
+def without_its_disk(project, lost):
+    """What a save, a load and a resume say where a link of the project leads nowhere."""
+    run = run_of(project / "run", checkpoint={"resume": "auto"})
+    lost.symlink_to(project / "unmounted" / "gpt")
+    said = []
+    for call in (run[0].save_state, run[0].load_state, run[0].resume):
+        with pytest.raises(CheckpointError) as caught:
+            call()
+        said.append(str(caught.value).partition("\n")[0])
+    return said
+
+
+@pytest.mark.parametrize("name", ["run", "run/checkpoints"])
+def test_a_project_whose_disk_is_not_mounted_is_not_started_afresh(ranks, tmp_path, name, capsys):
+    lost = tmp_path / name
+    lost.parent.mkdir(exist_ok=True)
+    (said,) = ranks.run(1, without_its_disk, tmp_path, lost)
+    to = tmp_path / "unmounted" / "gpt"
+    text = f"{lost}: is a link to {to}, where nothing is; mount that disk, or remove the link."
+    assert [line.endswith(text) for line in said] == [True] * 3, said
+    assert run_command(["checkpoint", "list", str(tmp_path / "run")]) == EXIT_CHECKPOINT
+    assert capsys.readouterr().err == f"checkpoint: {text}\n"
+
+
+@pytest.fixture
+def as_in_3_14(monkeypatch):
+    """From Python 3.14 on these are False where the disk does not tell."""
+    for name, function in {"exists": os.path.exists, "is_dir": os.path.isdir, "is_file": os.path.isfile}.items():
+        monkeypatch.setattr(Path, name, lambda self, function=function: function(self))
+
+
+def test_a_folder_that_the_disk_does_not_show_is_no_empty_one(as_in_3_14, tmp_path):
+    """The name is too long for the disk; as with a disk that fails, nothing is known of what is there."""
+    root = tmp_path / ("x" * 300)
+    for look in (folder.steps, locate.checkpoints, locate.checkpoint):
+        with pytest.raises(CheckpointError, match=r"cannot be read \(File name too long\)"):
+            look(root)
+    with pytest.raises(OSError, match="File name too long"):
+        retention.is_pinned(tmp_path / ("x" * 255))
 
 
 def in_a_linked_project(project):

@@ -36,7 +36,8 @@ class Staging:
 def begin(final: Path, save_id: str) -> Staging:
     """On rank 0: an empty folder on the checkpoint's own file system."""
     path = folder.temporary_folder(final, f"{save_id}-hooks")
-    path.mkdir(parents=True)
+    folder.make(path.parent)
+    path.mkdir()
     (path / PROBE).touch()
     return Staging(path, folder.hold(path))
 

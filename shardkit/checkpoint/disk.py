@@ -173,6 +173,16 @@ def reading(folder: Path, name: str, at: int | None = None) -> Iterator[int]:
             os.close(opened)
 
 
+def is_there(path: Path) -> bool:
+    """Whether a file or folder exists. OSError where the disk does not tell, which Path.exists() hides from Python 3.14
+    on: a checkpoint that cannot be looked at is not the same as none."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def open_folder(path: Path) -> int:
     """A descriptor of a folder. Links are followed."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

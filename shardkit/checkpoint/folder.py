@@ -89,13 +89,33 @@ def _on_disk(root: Path) -> list[Path]:
 
 def _entries(root: Path) -> list[Path]:
     """What is in a folder, after `heal` of what a crash left under an `.old-` name alone."""
-    found = {path.name: path for path in root.iterdir()} if root.is_dir() else {}
+    try:
+        found = {path.name: path for path in root.iterdir()}
+    except (FileNotFoundError, NotADirectoryError):
+        _refuse_lost(root)
+        found = {}
     for name in [name for name in found if name.startswith(_OLD)]:
         final = root / name.removeprefix(_OLD)
         if final.name not in found:
             heal(final)
             found |= {final.name: final} if final.exists() else {}
     return [*found.values()]
+
+
+def make(root: Path) -> None:
+    """Make a folder for checkpoints, where there is none."""
+    _refuse_lost(root)
+    root.mkdir(parents=True, exist_ok=True)
+
+
+def _refuse_lost(root: Path) -> None:
+    """Raises CheckpointError if the path is below a link that leads nowhere: a run must not start afresh there."""
+    for path in (root, *root.parents):
+        if path.is_symlink() and not disk.is_there(path):
+            to = os.readlink(path)
+            raise CheckpointError(
+                f"checkpoint: {path}: is a link to {to}, where nothing is; mount that disk, or remove the link."
+            )
 
 
 def _in_store(root: Url) -> list[Url]:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardkit.checkpoint import folder, manifest
+from shardkit.checkpoint import disk, folder, manifest
 from shardkit.checkpoint.verify import Checkpoint, open_checkpoint
 from shardkit.errors import CheckpointError
 from shardkit.storage import objects
@@ -32,7 +32,7 @@ def _none_at(path: Place, others: list[Place]) -> CheckpointError:
     """Why a path is not a folder of step folders; `others` are the checkpoints in it that are not named by step."""
     if _is_checkpoint(path):
         what = "is a single checkpoint; give the folder that contains the checkpoints of a run"
-    elif not (objects.is_there(path) if isinstance(path, Url) else path.exists()):
+    elif not (objects.is_there(path) if isinstance(path, Url) else disk.is_there(path)):
         what = "no such folder; give a project folder or a folder of checkpoints"
     elif not isinstance(path, Url) and path.is_file():
         what = "is a file; give a project folder or a folder of checkpoints"

@@ -147,7 +147,7 @@ def is_to_convert(folder: Place) -> bool:
 
 
 def _missing(folder: Place) -> CheckpointError:
-    if not (objects.is_there(folder) if isinstance(folder, Url) else folder.exists()):
+    if not (objects.is_there(folder) if isinstance(folder, Url) else disk.is_there(folder)):
         return CheckpointError(f"{folder}: no such folder; give the folder of a checkpoint.")
     if isinstance(folder, Path) and folder.is_file():
         return CheckpointError(f"{folder}: is a file; give the folder of a checkpoint.")
@@ -160,7 +160,7 @@ def _missing(folder: Place) -> CheckpointError:
 
 def is_here(folder: Place) -> bool:
     """Whether there is a manifest."""
-    return objects.look(folder / NAME) is not None if isinstance(folder, Url) else (folder / NAME).exists()
+    return objects.look(folder / NAME) is not None if isinstance(folder, Url) else disk.is_there(folder / NAME)
 
 
 def is_of_another_program(folder: Place) -> bool:

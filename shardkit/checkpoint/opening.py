@@ -159,7 +159,7 @@ class Opening:
             self._attempt = in_store.begin(request)
             return
         _refuse_taken(request, request.final)
-        request.final.parent.mkdir(parents=True, exist_ok=True)
+        folder.make(request.final.parent)
         folder.clean_debris(request.final.parent, None if request.in_series else request.final.name)
         _check_free_space(request.final, needed)
         faults.reach("temporary", 0)

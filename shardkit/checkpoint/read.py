@@ -139,7 +139,7 @@ def _candidates(root: Place, control: ControlGroup) -> list[tuple[int, str]]:
 
     attempt = control.attempt(look, answer=list, judge=lambda answers: answers[0])
     if attempt.failure:
-        raise CheckpointError(attempt.failure)
+        raise CheckpointError(f"{attempt.failure}.")
     return attempt.verdict
 
 

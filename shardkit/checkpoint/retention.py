@@ -27,7 +27,9 @@ def _pins_of(path: Place) -> tuple[Place, Place]:
 
 def is_pinned(path: Place) -> bool:
     """Whether this checkpoint is pinned."""
-    return any(objects.look(file) is not None if isinstance(file, Url) else file.exists() for file in {*_pins_of(path)})
+    return any(
+        objects.look(file) is not None if isinstance(file, Url) else disk.is_there(file) for file in {*_pins_of(path)}
+    )
 
 
 def pin(path: Place) -> None:

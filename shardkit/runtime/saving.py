@@ -308,7 +308,7 @@ def _claim(session: SaveSession, root: Place) -> None:
         return
     if session.lock is not None and session.lock.path.parent == root and session.lock.is_in_place():
         return
-    root.mkdir(parents=True, exist_ok=True)
+    folder.make(root)
     if session.lock is not None:
         session.lock.release()
         session.lock = None
