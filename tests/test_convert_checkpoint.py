@@ -291,6 +291,17 @@ def test_an_optimizer_without_state_is_converted(tmp_path):
         torch.testing.assert_close(weights, original, rtol=0, atol=0)
 
 
+def test_several_models_in_one_folder_of_dcp_are_told_what_to_do(tmp_path):
+    one, two = (one_step()[0].state_dict() for _ in range(2))
+    saved = {"generator, critic": {"generator": one, "critic": two}, "0, 1": {"model": [one, two]}, "net": {"net": one}}
+    for number, (got, value) in enumerate(saved.items()):
+        save_alone(value, tmp_path / str(number))
+        with pytest.raises(CheckpointError) as caught:
+            convert.convert(tmp_path / str(number), tmp_path / "out", weights_only=True)
+        told = f"{number}: holds several models, or one of another name (got {got}), and of a folder of torch.distr"
+        assert told in str(caught.value) and "in a script with torch.distributed.checkpoint.load" in str(caught.value)
+
+
 @pytest.mark.parametrize("kind", ["ddp", "dcp"])
 @pytest.mark.parametrize("members", ["all", "trained"])
 def test_an_optimizer_may_have_numbers_and_frozen_parameters(tmp_path, kind, members):

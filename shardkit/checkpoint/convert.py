@@ -160,6 +160,7 @@ def _bare(source: Path, weights_only: bool) -> _Found:
     """A folder that a script saved with DCP: {"model": ..., "optimizer": ...}, or the tensors of a model alone."""
     whole = dcp.read(source)
     inner = next((part for part in (whole, *whole.values()) if isinstance(part, dict) and "model" in part), None)
+    _refuse_several(whole if inner is None else inner["model"], source)
     if inner is None:
         return _Found([_only_tensors(whole, source)], [], {}, [])
     optimizer = None if weights_only else next((inner[key] for key in ("optimizer", "optim") if key in inner), None)
@@ -171,6 +172,25 @@ def _bare(source: Path, weights_only: bool) -> _Found:
         objects={},
         notes=[f"not converted: {', '.join(left)}"] if left else [],
     )
+
+
+def _refuse_several(model: Any, source: Path) -> None:
+    """Raises CheckpointError if there are dicts of tensors where a model's tensors should be: which of them is a run's
+    first model, and which optimizer is whose, is not in the folder."""
+    named = dict(enumerate(model)) if isinstance(model, list) else model if isinstance(model, dict) else {}
+    inside = [
+        name for name, part in named.items() if any(map(_has_tensors, part if isinstance(part, list) else [part]))
+    ]
+    if inside:
+        raise CheckpointError(
+            f"convert: {source}: holds several models, or one of another name (got {first_few(inside, 4)}), and of a "
+            "folder of torch.distributed.checkpoint only one is converted, named model; load this folder in a script "
+            "with torch.distributed.checkpoint.load, into the prepared models, and call save_state() there."
+        )
+
+
+def _has_tensors(part: Any) -> bool:
+    return isinstance(part, dict) and any(isinstance(value, LazyTensor) for value in part.values())
 
 
 def _models(source: Path) -> list[dict[str, Any]]:
