@@ -118,14 +118,14 @@ def test_checkpoints_with_names_of_the_script_are_listed_and_verified(tmp_path, 
     )
 
 
-def test_a_project_with_another_checkpoint_in_it_is_listed_by_its_steps(project, tmp_path, capsys, monkeypatch):
+def test_a_project_with_another_checkpoint_in_it_is_listed_with_its_steps(project, tmp_path, capsys, monkeypatch):
     root = copied(project, tmp_path)
     save(build("single"), tmp_path / "best", 1, "full")
     save(build("single"), root / "best", 1, "full")
     monkeypatch.setattr(manifest, "is_here", refusing("closed", manifest.is_here))
     (root / "closed").mkdir()
     lines = called(capsys, "list", tmp_path).splitlines()
-    assert lines[0] == f"{root}: 3 checkpoints" and lines[3].endswith("best")
+    assert lines[0] == f"{tmp_path}: 4 checkpoints" and [line.split()[-1] for line in lines[3:]] == ["best"] * 2
 
 
 def refusing(name, look):
@@ -200,6 +200,23 @@ def test_a_named_checkpoint_with_a_damaged_manifest_is_damaged(tmp_path, capsys)
     text = called(capsys, "verify", tmp_path, code=EXIT_CHECKPOINT)
     assert f"{tmp_path / 'last' / manifest.NAME}: not valid JSON" in text and "other" not in text
     assert "DAMAGED" in called(capsys, "list", tmp_path).splitlines()[1]
+
+
+def test_checkpoints_with_a_name_of_their_own_are_found_in_a_project(project, tmp_path, capsys):
+    """`save_state("run/best")` saves beside the folder of steps."""
+    root = copied(project, tmp_path / "run")
+    for name in ("run/best", "run/checkpoints/good"):
+        shutil.copytree(root / "step-00000004", tmp_path / name)
+    flip(tmp_path / "run/best/index.json")
+    assert f"{tmp_path}/run/best/index.json: its xxh3 digest" in called(
+        capsys, "verify", tmp_path / "run", code=EXIT_CHECKPOINT
+    )
+    first, *rows = called(capsys, "list", tmp_path / "run").splitlines()
+    assert first == f"{tmp_path / 'run'}: 4 checkpoints" and [row.split()[-1] for row in rows[2:]] == ["good", "best"]
+    for step in KINDS.values():
+        shutil.rmtree(folder.step_folder(root, step))
+    assert called(capsys, "list", tmp_path / "run").startswith(f"{tmp_path / 'run'}: 2 checkpoints")
+    called(capsys, "inspect", tmp_path / "run", code=EXIT_CHECKPOINT)
 
 
 def test_a_project_with_the_manifest_of_another_program_is_no_checkpoint(project, tmp_path, capsys):
@@ -545,7 +562,7 @@ def test_a_folder_that_cannot_be_read_is_told(project, capsys, monkeypatch):
         assert (
             f"checkpoint: {root}: cannot be read (Permission denied); check its permissions" in capsys.readouterr().err
         )
-    monkeypatch.setattr(Path, "exists", refuse)
+    monkeypatch.setattr(disk, "is_there", refuse)
     assert run(["checkpoint", "inspect", str(root / "step-00000004")]) == EXIT_CHECKPOINT
     assert "step-00000004: cannot be read (Permission denied); check its permissions" in capsys.readouterr().err
 

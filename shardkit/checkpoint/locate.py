@@ -18,7 +18,7 @@ def series(path: Place) -> Place:
     """The folder of step folders: the path itself, or its `checkpoints`."""
     root, steps = _steps_in(path)
     if not steps:
-        raise _none_at(path, folder.named_otherwise(path))
+        raise _none_at(path, _named_otherwise(path))
     return root
 
 
@@ -26,6 +26,11 @@ def _steps_in(path: Place) -> tuple[Place, list[folder.FoundCheckpoint]]:
     """The path or its `checkpoints`, whichever has step folders, and these, newest first; the path if none has."""
     both = ((one, folder.steps(one)) for one in (path, path / SERIES))
     return next(((root, steps) for root, steps in both if steps), (path, []))
+
+
+def _named_otherwise(path: Place) -> list[Place]:
+    """Checkpoints in a path and its `checkpoints` that are not named by step."""
+    return [*folder.named_otherwise(path / SERIES), *folder.named_otherwise(path)]
 
 
 def _none_at(path: Place, others: list[Place]) -> CheckpointError:
@@ -87,13 +92,14 @@ def checkpoint(path: Place) -> Checkpoint:
 
 
 def checkpoints(path: Place) -> list[Place]:
-    """The checkpoint at a path, or all checkpoints in a folder: those named by step, oldest first, then others."""
+    """The checkpoint at a path, or all in a folder and its `checkpoints`: those named by step, oldest first, then
+    others."""
     with _as_checkpoint_error(path):
         path = _with_name(path)
         if _is_checkpoint(path):
             return [path]
-        root, steps = _steps_in(path)
-        found = [*(one.path for one in reversed(steps)), *folder.named_otherwise(root)]
+        _, steps = _steps_in(path)
+        found = [*(one.path for one in reversed(steps)), *_named_otherwise(path)]
         if not found:
             raise _none_at(path, [])
         return found

@@ -75,7 +75,9 @@ def list_(path: Series = Path(), as_json: AsJson = False) -> int:
     from shardkit.checkpoint import folder, locate, paths
 
     found = locate.checkpoints(path)
-    root = found[0] if paths.real(found[0]) == paths.real(path) else found[0].parent
+    parents = {item.parent for item in found}
+    is_one = paths.real(found[0]) == paths.real(path)
+    root = found[0] if is_one else parents.pop() if len(parents) == 1 else path
     latest = folder.read_latest(found[0].parent)
     rows = [_row(item) | {"latest": item.name == latest} for item in found]
     rows = [row for row, item in zip(rows, found, strict=True) if not (row["problem"] and _is_gone(item, path))]
