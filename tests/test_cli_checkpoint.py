@@ -359,6 +359,21 @@ def test_merge_publishes_all_models_or_none(tmp_path, capsys):
         assert [path.name for path in where.iterdir() if path.is_file()] == ["model.safetensors"]
 
 
+def test_merge_tells_of_the_further_models_of_an_earlier_export(project, tmp_path, capsys):
+    of_two, target = build("single"), tmp_path / "out"
+    of_two.models.append(build("single").models[0])
+    save(of_two, tmp_path / "two", 1)
+    for source, told in (
+        (tmp_path / "two", ""),
+        (project, f"(got {target / 'model_1'}); delete what you do not need.\n"),
+    ):
+        (target / "model_2").mkdir(parents=True, exist_ok=True)
+        assert run(["checkpoint", "merge", str(source), "-o", str(target)]) == 0
+        err = capsys.readouterr().err
+        assert err.endswith(told) and ("earlier export" in err) == bool(told)
+    assert (target / "model_1/model.safetensors").exists()
+
+
 def test_merge_reads_a_bounded_number_of_bytes_at_once(project, tmp_path, capsys, monkeypatch):
     largest, found = [0], disk.read_into
 

@@ -3,7 +3,8 @@
 Extra memory is one tensor piece. If the dtype does not change, bytes are copied and torch is not imported.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Container
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from shardkit.checkpoint.verify import Checkpoint, Files, Span, hash_file
 from shardkit.errors import CheckpointError
 from shardkit.wording import first_few
 
+_MODEL = re.compile(r"model_\d+")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 OnBytes = Callable[[int], None]
@@ -50,6 +52,13 @@ def merge(
         for opened in written.values():  # only after the digests of all models have been checked
             export.publish(opened)
     return {where: opened.files for where, opened in written.items()}
+
+
+def models_before(folder: Path, written: Container[Path]) -> str:
+    """Names of the folders with a further model of an earlier export, which this one does not have; empty without
+    any. They stay: somebody else may have exported into them."""
+    found = [path for path in sorted(folder.glob("model_*")) if _MODEL.fullmatch(path.name) and path not in written]
+    return first_few([path for path in found if export.stale(export.names_in(path), "model", set())], 4)
 
 
 def of_hooks(checkpoint: Checkpoint) -> str:

@@ -242,7 +242,7 @@ def merge(
     """Export the model of a checkpoint as safetensors files for torch and Transformers. Verifies the digests."""
     from shardkit.checkpoint import export, locate
     from shardkit.checkpoint.merge import merge as merge_into
-    from shardkit.checkpoint.merge import model_bytes, of_hooks, values_left_out
+    from shardkit.checkpoint.merge import model_bytes, models_before, of_hooks, values_left_out
 
     found = locate.checkpoint(path)
     with _as_checkpoint_error(), Progress("merged", model_bytes(found)) as progress:
@@ -257,6 +257,12 @@ def merge(
         for row in rows:
             held = f"{sizes.in_words(row['bytes'])} in {counted(len(row['files']), 'file')}"
             print(f"{row['folder']}: {held}, step {found.manifest.step}")
+    if before := models_before(output, written):
+        print(
+            f"note: models of an earlier export stay, since this checkpoint has no such models (got {before}); delete "
+            "what you do not need.",
+            file=sys.stderr,
+        )
     if left_out := values_left_out(found):
         print(f"note: extra state that is no tensor was not exported (got {left_out}).", file=sys.stderr)
     if added := of_hooks(found):
