@@ -135,7 +135,8 @@ def warmed(length):
         (
             {"schedule": cosine(30)},
             {"schedule": cosine(30), "lr": 0.2},
-            "optim.param_groups[0]: the saved settings are used (initial_lr 0.1, not 0.2)",
+            "optim.param_groups[0]: the saved settings are used (initial_lr 0.1, not 0.2); for another rate, "
+            "multiply the groups' lr and the schedule's base_lrs by a factor after the load",
         ),
         ({}, {"optimizer": torch.optim.Adam}, "optim: was saved from AdamW; Adam goes on with its state and settings"),
     ],
@@ -147,14 +148,21 @@ def test_settings_that_a_load_replaces_are_told(tmp_path, before, after, told):
     assert any(told in line for line in lines)
 
 
-@pytest.mark.parametrize("schedule", [None, cosine(30), warmed(30), lambda o: lr_scheduler.OneCycleLR(o, 0.1, 30)])
+def plateau(optimizer):
+    return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+
+SCHEDULES = [None, cosine(30), warmed(30), lambda o: lr_scheduler.OneCycleLR(o, 0.1, 30), plateau]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_only_the_steps_have_changed_is_not_told(tmp_path, schedule):
     live = live_of(schedule=schedule)
     for _ in range(3):
         live.models[0](torch.ones(3)).sum().backward()
         live.optimizers[0].step()
         for item in live.objects.values():
-            item.step()
+            item.step(*([1.0] if schedule is plateau else []))
     checkpoints.save(live, tmp_path / "c")
     with log_lines() as lines:
         checkpoints.load(live_of(schedule=schedule), tmp_path / "c")

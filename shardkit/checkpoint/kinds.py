@@ -23,6 +23,9 @@ from shardkit.wording import first_few
 _ADDED = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 # Of a schedule that also moves the momentum.
 _CYCLED = {"base_momentum", "max_momentum"}
+# What to do after a load.
+_SET = "to change them, set them"
+_SCALE = "for another rate, multiply the groups' lr and the schedule's base_lrs by a factor"
 
 
 @dataclass
@@ -51,7 +54,8 @@ def compare(live: Live, common: Mapping[str, Any], classes: Mapping[str, str], n
     for number, (optimizer, saved) in enumerate(zip(live.optimizers, common["optimizers"], strict=False)):
         section = section_name("optim", number)
         if section not in found.unlike and not optimizer.state:
-            found.notes += _changed_in_groups(optimizer, saved["groups"], names, section)
+            is_scheduled = any(optimizer is getattr(one, "optimizer", None) for one in _schedulers(live))
+            found.notes += _changed_in_groups(optimizer, saved["groups"], names, section, is_scheduled)
     return found
 
 
@@ -79,6 +83,12 @@ def _pairs(live: Live, common: Mapping[str, Any]) -> Iterator[tuple[str, Any, di
     for name, item in live.objects.items():
         if name.startswith("scheduler.") and isinstance(saved := common["objects"].get(name), dict):
             yield name, getattr(item, "scheduler", item), saved, item.state_dict()
+
+
+def _schedulers(live: Live) -> Iterator[Any]:
+    for name, item in live.objects.items():
+        if name.startswith("scheduler."):
+            yield getattr(item, "scheduler", item)
 
 
 def _compare_keys(
@@ -118,22 +128,25 @@ def _changed_settings(item: Any, saved: Mapping[str, Any], own: Mapping[str, Any
 
 
 def _changed_in_groups(
-    optimizer: Optimizer, saved: list[dict[str, Any]], names: Mapping[int, str], section: str
+    optimizer: Optimizer, saved: list[dict[str, Any]], names: Mapping[int, str], section: str, is_scheduled: bool
 ) -> list[str]:
-    """The same of an optimizer that has not stepped yet, for each group that has the parameters of a saved one."""
+    """The same of an optimizer that has not stepped yet, for each group that has the parameters of a saved one. The
+    rate that a schedule began with is in `initial_lr`; of one that keeps none, as ReduceLROnPlateau, it is unknown."""
     owner = {fqn: group["settings"] for group in saved for fqn in group["params"]}
     notes = []
     for number, group in enumerate(optimizer.param_groups):
         settings: dict[str, Any] = next((owner[names[id(p)]] for p in group["params"] if names.get(id(p)) in owner), {})
         keys = (_arguments(optimizer) | {"initial_lr"}) - {*optimizers.RUN_SETTINGS}
-        keys -= {"lr"} if "initial_lr" in settings.keys() & group.keys() else set()
+        keys -= {"lr"} if is_scheduled or "initial_lr" in settings.keys() & group.keys() else set()
         keys -= {"momentum", "betas"} if _CYCLED & settings.keys() else set()
         lines = [
             line
             for key in sorted(keys & settings.keys() & group.keys())
             for line in _changed(key, settings[key], group[key])
         ]
-        notes += [_kept(f"{section}.param_groups[{number}]", lines)] if lines else []
+        is_of_schedule = any(line.startswith("initial_lr ") for line in lines) and "max_lr" not in settings
+        advice = _SCALE if is_of_schedule else _SET
+        notes += [_kept(f"{section}.param_groups[{number}]", lines, advice)] if lines else []
     return notes
 
 
@@ -161,5 +174,5 @@ def _in_words(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _kept(name: str, lines: list[str]) -> str:
-    return f"{name}: the saved settings are used ({first_few(lines, 5)}); to change them, set them after the load"
+def _kept(name: str, lines: list[str], advice: str = _SET) -> str:
+    return f"{name}: the saved settings are used ({first_few(lines, 5)}); {advice} after the load"
