@@ -3,8 +3,9 @@
 import json
 import math
 import os
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from enum import Enum
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,6 +13,12 @@ import torch
 from shardkit.checkpoint import disk, folder, manifest, tensors, values
 from shardkit.checkpoint.values import NotStorable, decode, encode
 from shardkit.errors import CheckpointCorrupted
+from tests import checkpoints
+
+
+class Best(NamedTuple):
+    step: int
+    weights: torch.Tensor
 
 
 class Mode(Enum):
@@ -170,3 +177,30 @@ def test_memory_that_is_reused_takes_tensors_of_every_dtype_and_size():
     assert len(seen) < 4
     row = torch.arange(12.0).reshape(3, 4)[:, 1]
     assert host.of(row).is_contiguous() and torch.equal(host.of(row), row)
+
+
+def test_types_of_a_registered_object_come_back_as_it_has_them(tmp_path):
+    """JSON has one type for a dict and a defaultdict; the object's own state tells which it is."""
+    saved, fresh = checkpoints.build("plain"), checkpoints.build("plain")
+    saved.objects["registered.0"].value = {
+        "seen": defaultdict(list, a=[1]),
+        "cache": OrderedDict(b=2, a=1),
+        "best": Best(3, torch.ones(2)),
+        "names": [frozenset("ab"), bytearray(b"x")],
+        "plain": {1: (1, {2})},
+    }
+    fresh.objects["registered.0"].value = {
+        "seen": defaultdict(list),
+        "cache": OrderedDict(),
+        "best": Best(0, torch.zeros(2)),
+        "names": [frozenset(), bytearray()],
+    }
+    checkpoints.save(saved, tmp_path / "c")
+    checkpoints.load(fresh, tmp_path / "c")
+    found = fresh.objects["registered.0"].value
+    found["seen"]["new"].append(1)
+    found["cache"].move_to_end("a", last=False)
+    assert list(found["cache"]) == ["a", "b"] and found["seen"] == {"a": [1], "new": [1]}
+    assert found["best"].step == 3 and found["best"].weights.tolist() == [1.0, 1.0]
+    assert found["names"] == [{"a", "b"}, b"x"] and [type(one) for one in found["names"]] == [frozenset, bytearray]
+    assert found["plain"] == {1: (1, {2})}

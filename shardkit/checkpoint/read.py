@@ -264,9 +264,8 @@ def _object_states(live: Live, plan: Plan, saved: Saved) -> Iterator[tuple[str, 
 
 
 def _decoded(present: Callable[[], Any], name: str, encoded: Any, saved: Saved) -> Any:
-    """A saved state, with tensors sharded as those of the present state are."""
-    sharded: dict[str, DTensor] = {}
-
+    """A saved state, with the types of the present state, and tensors sharded as its are."""
+    here, sharded = present(), dict[str, DTensor]()
     taken: set[str] = set()
 
     def note(path: str, value: Any) -> str | None:
@@ -279,8 +278,9 @@ def _decoded(present: Callable[[], Any], name: str, encoded: Any, saved: Saved) 
         return path
 
     if any(True for _ in values.tensors_in(encoded)):
-        values.encode(present(), name, note)
-    return values.decode(encoded, lambda path: saved.new("objects", path, sharded.get(path)))
+        values.encode(here, name, note)
+    found = values.decode(encoded, lambda path: saved.new("objects", path, sharded.get(path)))
+    return values.as_present(found, here)
 
 
 def _apply_objects(states: list[tuple[str, Stateful, Any]], control: ControlGroup, here: str, unchanged: str) -> None:

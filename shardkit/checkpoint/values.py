@@ -4,14 +4,14 @@ None, bool, int, float, str, list and dict with string keys stay unchanged. Othe
 {"$bytes": base64}, {"$float": "inf"}, {"$dict": [[key, value], ...]} for other keys, {"$counter": ...}, {"$set": ...},
 {"$deque": ...}, {"$bounded_deque": [maxlen, [...]]}, {"$module_state": [{...}, {module: version}]} for the state dict
 of a module with versions, {"$param": fqn} for the number of a parameter, and {"$tensor": name} for a tensor, which the
-caller stores separately. Numpy's scalars become Python's.
+caller stores separately. Numpy's scalars become Python's, and types beside these their plain one: see `as_present`.
 Any other type is an error that names the path of the value.
 """
 
 import base64
 import math
 import sys
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -156,6 +156,22 @@ def _decode_tagged(tag: str, inner: Any, load_tensor: Callable[[str], Any]) -> A
             raise CheckpointCorrupted(
                 f"state: unknown tag (got {tag!r}); it was saved by a newer shardkit, or it is damaged."
             )
+
+
+def as_present(value: Any, present: Any) -> Any:
+    """A decoded value, with the types of the present one where JSON has one for both: a defaultdict comes back as a
+    dict, and would raise a KeyError later."""
+    if type(value) is dict and isinstance(present, Mapping):
+        found = {key: as_present(item, present[key]) if key in present else item for key, item in value.items()}
+        if isinstance(present, defaultdict):
+            return defaultdict(present.default_factory, found)
+        return OrderedDict(found) if type(present) is OrderedDict else found
+    if type(value) in (list, tuple) and isinstance(present, type(value)) and len(value) == len(present):
+        items = [as_present(item, other) for item, other in zip(value, present, strict=True)]
+        return type(present)(*items) if hasattr(present, "_fields") else type(value)(items)
+    if type(value) is set and isinstance(present, frozenset):
+        return frozenset(value)
+    return bytearray(value) if type(value) is bytes and isinstance(present, bytearray) else value
 
 
 def unique_name(path: str, taken: Container[str]) -> str:
