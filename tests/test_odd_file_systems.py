@@ -26,6 +26,36 @@ def no_swap(monkeypatch):
     monkeypatch.setattr(disk, "_exchange_at_once", lambda first, second: False)
 
 
+@pytest.mark.parametrize("can_swap", [True, False])
+@pytest.mark.parametrize("leads", ["to a checkpoint", "nowhere"])
+def test_a_linked_step_is_replaced_at_once_or_stays(tmp_path, monkeypatch, can_swap, leads):
+    """The link is the only way to a step that was moved to another disk."""
+    archive, final = tmp_path / "archive", tmp_path / "checkpoints" / "step-00000001"
+    if leads == "to a checkpoint":
+        save(archive, 7)
+    final.parent.mkdir()
+    final.symlink_to(archive)
+    if not can_swap:
+        no_swap(monkeypatch)
+    real = os.rename
+
+    def fails(source, target):
+        if str(target) == str(final) and ".tmp-" in str(source):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(source, target)
+
+    with monkeypatch.context() as patched:
+        no_swap(patched)
+        patched.setattr(os, "rename", fails)
+        with pytest.raises(CheckpointSaveError, match="Input/output error"):
+            save(final, in_series=True)
+    assert final.is_symlink() and os.readlink(final) == str(archive)
+    save(final, in_series=True)
+    assert not final.is_symlink() and manifest.read(final).step == 1
+    assert leads == "nowhere" or manifest.read(archive).step == 7
+    assert sorted(path.name for path in final.parent.iterdir()) == [folder.LATEST, final.name]
+
+
 @pytest.mark.parametrize("number", ["EINVAL", "ENOTSUP", "EIO"])
 def test_a_file_system_that_cannot_sync_folders_gets_checkpoints(tmp_path, monkeypatch, number):
     real = os.fsync

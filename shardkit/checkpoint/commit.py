@@ -61,9 +61,7 @@ def _commit_on_disk(temporary: Path, final: Path, record: Manifest) -> None:
     for folder_name in sorted({str(above) for name in record.every_file for above in PurePosixPath(name).parents}):
         disk.sync_folder(temporary / folder_name)
     faults.reach("rename", 0)
-    if final.is_symlink():  # the checkpoint replaces the link; the target of the link stays unchanged
-        final.unlink()
-    if is_taken(final):
+    if final.is_symlink() or is_taken(final):  # it replaces a link; the target of the link stays unchanged
         disk.exchange(temporary, final)
     else:
         disk.publish(temporary, final)
@@ -74,7 +72,7 @@ def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> No
     rank 0 alone, they would leave the others in the next collective."""
     request = prepared.request
     try:
-        if isinstance(prepared.temporary, Path) and prepared.temporary.exists():
+        if isinstance(prepared.temporary, Path) and os.path.lexists(prepared.temporary):
             assert isinstance(request.final, Path)
             _remove_replaced(prepared.temporary, request.final, request.save_id)
         if request.in_series:
@@ -96,7 +94,11 @@ def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> No
 
 
 def _remove_replaced(old: Path, final: Path, save_id: str) -> None:
-    """Delete the checkpoint that was replaced. If it also contains files that are not its own, rename it instead."""
+    """Delete the checkpoint, or the link to one, that was replaced. If the checkpoint also contains files that are not
+    its own, rename it instead."""
+    if old.is_symlink():
+        old.unlink()
+        return
     others = manifest.strangers(old)
     if not others:
         disk.remove_folder(old)
