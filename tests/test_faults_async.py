@@ -249,7 +249,7 @@ def test_everything_is_on_disk_before_the_name_is_given(tmp_path):
 
 def test_published_points_are_those_after_the_rename():
     points = list(faults.SAVE_POINTS)
-    assert set(PUBLISHED) | {"trash"} == set(points[points.index("rename") + 1 :])
+    assert set(PUBLISHED) == set(points[points.index("rename") + 1 :])
 
 
 def test_the_matrix_on_paper_is_the_one_in_the_tests():

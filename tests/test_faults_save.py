@@ -13,11 +13,10 @@ from shardkit.errors import CheckpointSaveError
 from tests import checkpoints, forked
 
 KINDS = {"sharded": ("fsdp", "sharded"), "full": ("fsdp", "full"), "ddp": ("ddp", "sharded")}
-POINTS = [point for point in faults.SAVE_POINTS if point != "trash"]
 # Where both ranks pass; the others belong to rank 0.
 BOTH = ("preflight", "open", "write", "fsync", "close", "agree-1", "agree-2")
 # A kill after the rename leaves the new step.
-PUBLISHED = ("sync-root", "agree-2", "latest", "retention")
+PUBLISHED = ("sync-root", "agree-2", "latest", "retention", "trash")
 
 
 def fill(live, step):
@@ -46,17 +45,17 @@ def prepared(strategy):
 
 def save_one(live, root, step, kind, **request):
     fill(live, step)
-    checkpoints.save(live, folder.step_folder(root, step), step, kind, in_series=True, keep_last=2, **request)
+    checkpoints.save(live, folder.step_folder(root, step), step, kind, in_series=True, **{"keep_last": 2, **request})
 
 
-def save_twice(root, mode, fault):
+def save_twice(root, mode, fault, keep_last=2):
     """Step 1 is saved; saving step 2 meets a fault. What the rank was told."""
     strategy, kind = KINDS[mode]
     live = prepared(strategy)
     save_one(live, root, 1, kind)
     forked.arm(fault)
     try:
-        save_one(live, root, 2, kind)
+        save_one(live, root, 2, kind, keep_last=keep_last)
     except CheckpointSaveError as error:
         return str(error)
     return "saved"
@@ -73,9 +72,10 @@ def resumed_step(root):
 @pytest.mark.fault_row(1)
 @pytest.mark.fault_row(5)
 @pytest.mark.fault_row(6)
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", faults.SAVE_POINTS)
 def test_killed_at_any_point_the_old_or_the_new_state_is_whole(tmp_path, point):
-    outcomes = forked.run(2, save_twice, tmp_path, "sharded", f"{point}:*:kill")
+    keep_last = 1 if point == "trash" else 2  # in the middle of the deletion of step 1
+    outcomes = forked.run(2, save_twice, tmp_path, "sharded", f"{point}:*:kill", keep_last)
     assert f"{point}.0" in outcomes[0].marks, "the fault did not fire"
     assert outcomes[0].exit_code == -signal.SIGKILL
     assert resumed_step(tmp_path) == (2 if point in PUBLISHED else 1)

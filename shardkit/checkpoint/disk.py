@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from shardkit.checkpoint import faults
 from shardkit.errors import CheckpointCorrupted
 from shardkit.storage import objects
 from shardkit.storage.url import Place, Url
@@ -297,6 +298,7 @@ def remove_folder(path: Path) -> None:
     """Delete a folder. It is renamed first, so that a partly deleted folder is never seen under its name."""
     trash = path.with_name(f".trash-{uuid.uuid4().hex[:8]}")
     os.rename(path, trash)
+    faults.reach("trash", 0)
     shutil.rmtree(trash)
 
 
