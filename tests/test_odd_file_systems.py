@@ -221,6 +221,7 @@ def test_a_disk_that_fails_is_named_with_its_file(tmp_path, fails, capsys):
 
 
 @pytest.mark.parametrize("name", [manifest.NAME, "index.json", "state/common.json", "model/r00000", "optim/r00000"])
+@pytest.mark.fault_row(12)
 def test_where_the_disk_cannot_read_the_newest_the_one_before_is_resumed(tmp_path, fails, caplog, name):
     live = checkpoints.build("plain")
     checkpoints.train(live, 1)

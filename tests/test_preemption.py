@@ -21,6 +21,7 @@ def different(ranks: list[int]) -> ModelError:
     return ModelError(f"ranks {ranks}")
 
 
+@pytest.mark.fault_row(32)
 def test_a_signal_is_remembered_and_the_handlers_come_back():
     before = signal.getsignal(signal.SIGTERM)
     preemption.install()
