@@ -237,6 +237,16 @@ def test_prune_of_another_users_folder_says_what_to_do(project, capsys, monkeypa
     assert f"checkpoint: checkpoints/.lock: Permission denied; {advice}.\n" == capsys.readouterr().err
 
 
+def test_a_pin_that_may_not_be_written_says_what_to_do(project, capsys, monkeypatch):
+    def refused(self, *_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "touch", refused)
+    assert run(["checkpoint", "pin", str(project)]) == EXIT_CHECKPOINT
+    advice = "PIN: Permission denied; check its permissions and those of the folders above it.\n"
+    assert capsys.readouterr().err.endswith(advice)
+
+
 def test_prune_makes_room_on_a_full_disk(project, tmp_path, capsys, monkeypatch):
     """Who holds the lock is not written down there; the lock holds all the same."""
 

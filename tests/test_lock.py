@@ -1,6 +1,8 @@
 """The lock of a folder of checkpoints, between this process and others."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -17,14 +19,28 @@ def try_to_lock(root, told):
         told.send(str(error))
 
 
-def another_process_gets(root):
+def another_process_gets(root, attempt=try_to_lock):
     """What another process that wants the lock gets."""
     here, there = forked.context.Pipe()
-    process = forked.context.Process(target=try_to_lock, args=(root, there))
+    process = forked.context.Process(target=attempt, args=(root, there))
     process.start()
     assert here.poll(120)
     process.join()
     return here.recv()
+
+
+def try_as_another_user(root, told):
+    os.chdir(root)  # which another user may not reach by its whole path
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    try_to_lock(Path(), told)
+
+
+def test_the_lock_of_another_user_is_told_with_what_to_do(tmp_path):
+    (tmp_path / lock.NAME).touch(0o444)
+    tmp_path.chmod(0o777)
+    said = "checkpoint: .lock: cannot be written (Permission denied), since a run of another user made it; delete it if"
+    assert another_process_gets(tmp_path, try_as_another_user).startswith(said)
 
 
 def hold(root, run_id, ready, leave):

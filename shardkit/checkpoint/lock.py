@@ -94,7 +94,7 @@ def acquire(
     key = Path(os.path.realpath(path))
     held = _held.get(key)
     if held is None or not _is_in_place(held.descriptor, path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = _opened(path)
         try:
             _wait_for_prune(root, descriptor, prune_s, meanwhile)
             _lock(root, descriptor, run_id, advice)
@@ -109,6 +109,18 @@ def acquire(
             _is_locked(descriptor)  # closing any descriptor of the file has released the lock
     held.users += 1
     return Lock(path, key)
+
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except PermissionError as error:
+        if not (path.is_file() and os.access(path.parent, os.W_OK)):
+            raise
+        raise CheckpointSaveError(
+            f"checkpoint: {path}: cannot be written ({error.strerror}), since a run of another user made it; delete it "
+            "if none of theirs saves here, and start runs that share a folder with umask 002."
+        ) from error
 
 
 def _is_in_place(descriptor: int, path: Path) -> bool:

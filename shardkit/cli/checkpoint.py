@@ -284,7 +284,8 @@ def pin(
     from shardkit.checkpoint import locate, retention
 
     chosen = locate.checkpoint(path).path
-    retention.unpin(chosen) if undo else retention.pin(chosen)
+    with _as_checkpoint_error():
+        retention.unpin(chosen) if undo else retention.pin(chosen)
     if as_json:
         print(json.dumps({"checkpoint": str(chosen), "pinned": not undo}, indent=2))
     else:
