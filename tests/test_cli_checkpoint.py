@@ -171,7 +171,7 @@ def test_what_a_run_deletes_meanwhile_is_not_damaged(project, tmp_path, capsys, 
 
     def find_and_delete(path):
         found = find(path)
-        disk.remove_folder(going)
+        folder.remove(going)
         return found
 
     monkeypatch.setattr(locate, "checkpoints", find_and_delete)
@@ -503,7 +503,7 @@ def test_prune_calls_nothing_damaged_that_a_run_deletes_meanwhile(project, tmp_p
 
     def damages(checkpoint, *given):
         if checkpoint.path == going:
-            disk.remove_folder(going)
+            folder.remove(going)
         return real(checkpoint, *given)
 
     monkeypatch.setattr(verify, "damages", damages)

@@ -268,6 +268,15 @@ def test_without_locks_the_last_user_of_a_folder_is_not_said_to_have_ended(tmp_p
     assert "a second run in the folder is not detected" in caplog.text and "takes it over" not in caplog.text
 
 
+def test_what_another_process_deletes_is_left_to_it(tmp_path, monkeypatch):
+    """Two runs that save under names of their own into one folder, where no lock keeps one of them out."""
+    save(tmp_path / "a")
+    seen = []
+    monkeypatch.setattr(folder.faults, "reach", lambda *_: seen.append(folder.clean_debris(tmp_path, "b")))
+    folder.remove(tmp_path / "a")
+    assert seen == [[]] and not [*tmp_path.iterdir()]
+
+
 def test_what_another_process_deletes_meanwhile_is_no_leftover_to_tell_of(tmp_path, monkeypatch, caplog):
     (tmp_path / f".tmp-step-00000001-{SAVE_ID}").mkdir()
     (tmp_path / f"{export.TEMPORARY}1").mkdir()

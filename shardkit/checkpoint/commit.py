@@ -101,7 +101,7 @@ def _remove_replaced(old: Path, final: Path, save_id: str) -> None:
         return
     others = manifest.strangers(old)
     if not others:
-        disk.remove_folder(old)
+        folder.remove(old)
         return
     kept = final.with_name(f"{final.name}.replaced-{save_id[:8]}")
     os.rename(old, kept)

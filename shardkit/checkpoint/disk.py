@@ -4,7 +4,6 @@ import ctypes
 import errno
 import json
 import os
-import shutil
 import stat
 import uuid
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from shardkit.checkpoint import faults
 from shardkit.errors import CheckpointCorrupted
 from shardkit.storage import objects
 from shardkit.storage.url import Place, Url
@@ -292,14 +290,6 @@ def _exchange_at_once(first: Path, second: Path) -> bool:
         return False
     at_fdcwd, rename_exchange = -100, 2  # linux/fcntl.h and linux/fs.h
     return swap(at_fdcwd, os.fsencode(first), at_fdcwd, os.fsencode(second), rename_exchange) == 0
-
-
-def remove_folder(path: Path) -> None:
-    """Delete a folder. It is renamed first, so that a partly deleted folder is never seen under its name."""
-    trash = path.with_name(f".trash-{uuid.uuid4().hex[:8]}")
-    os.rename(path, trash)
-    faults.reach("trash", 0)
-    shutil.rmtree(trash)
 
 
 def free_bytes(path: Path) -> int:

@@ -12,12 +12,13 @@ import os
 import re
 import shutil
 import time
+import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from shardkit.checkpoint import disk, manifest
+from shardkit.checkpoint import disk, faults, manifest
 from shardkit.checkpoint.manifest import Manifest
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
@@ -244,6 +245,19 @@ def hold(temporary: Path) -> int:
     with suppress(OSError):  # the file system may not support locks
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
+
+
+def remove(path: Path) -> None:
+    """Delete a folder. It is renamed first, so that a partly deleted folder is never seen under its name, and held, so
+    that no other process takes it for a leftover meanwhile."""
+    trash = path.with_name(f".trash-{uuid.uuid4().hex[:8]}")
+    descriptor = hold(path)
+    try:
+        os.rename(path, trash)
+        faults.reach("trash", 0)
+        shutil.rmtree(trash)
+    finally:
+        os.close(descriptor)
 
 
 def is_held(path: Path) -> bool:

@@ -142,7 +142,7 @@ def delete(going: Iterable[FoundCheckpoint]) -> list[Place]:
             if isinstance(found.path, Url):
                 in_store.remove(found.path)
             else:
-                disk.remove_folder(found.path)
+                folder.remove(found.path)
             removed.append(found.path)
         except (CheckpointError, OSError) as error:
             logger.warning("checkpoint: %s: cannot be deleted (%s); delete it manually.", found.path, error)
