@@ -107,6 +107,28 @@ def test_hooks_that_would_see_one_ranks_gradient_are_refused(ranks):
         assert "head.weight has a post-accumulate-grad hook, which would run before its gradient is averaged" in text
 
 
+def parametrized_after_prepare(has_bias: bool) -> tuple[str, bool]:
+    """The error of the first step, and whether the weights are those from before it."""
+    accelerator = accelerator_for(3)
+    torch.manual_seed(0)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(5, 7, bias=has_bias), nn.Linear(7, 3, bias=has_bias)))
+    for linear in accelerator.unwrap_model(model):
+        nn.utils.parametrizations.spectral_norm(linear)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.full((2, 5), dist.get_rank() + 1.0)).sum())
+    before = [p.detach().clone() for p in model.parameters()]
+    text = refusal(optimizer.step)
+    return text, all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_parameters_that_ddp_no_longer_sees_are_refused_before_the_step(ranks, has_bias):
+    """Without a bias in the model all of them are such, and torch's reducer waits for none."""
+    for text, are_kept in ranks.run(2, parametrized_after_prepare, has_bias):
+        assert "torch's reducer does not see those of some parameters" in text
+        assert are_kept
+
+
 # ---- references from before ----
 
 

@@ -24,7 +24,7 @@ from shardkit.checkpoint import optimizers, tensors, values
 from shardkit.checkpoint.layout import Index, Kind, Mesh, section_name
 from shardkit.checkpoint.state_json import extra_state
 from shardkit.distributed import random_state, xla
-from shardkit.distributed.tensors import clean_name, is_dtensor, layers, unwrapped, whole
+from shardkit.distributed.tensors import clean_name, is_dtensor, layers, local_part, unwrapped, whole
 from shardkit.errors import CheckpointError
 
 
@@ -134,7 +134,8 @@ def whole_tensors(model: nn.Module) -> dict[str, Any]:
     for name, tensor in own.items():
         full = whole(tensor) if is_dtensor(tensor) else tensor
         if rank == 0:
-            found[name] = full if full.is_cpu and full is not tensor else tensors.copied(full)
+            is_new = full.is_cpu and local_part(tensor).shape != full.shape  # else a view, if this rank has all of it
+            found[name] = full if is_new else tensors.copied(full)
     return found
 
 

@@ -23,7 +23,7 @@ from shardkit.runtime.deferred_gradients import DeferredGradients
 from shardkit.runtime.eager import eager
 from shardkit.runtime.step_events import StepEvents
 from shardkit.sharding.gradient_sync import deferred, has_gradients
-from shardkit.sharding.mixed_losses import keep_plain
+from shardkit.sharding.mixed_losses import keep_plain, refuse_sharded_inputs
 
 NEVER = ("never", -1)
 
@@ -132,6 +132,7 @@ class Accumulation:
 
     def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
         """Computes the gradients of the loss, divided by the configured number of micro-batches, scaled under fp16."""
+        refuse_sharded_inputs(arguments.get("inputs"))
         self.boundaries.before_batch()
         progress.post("backward", self.counters.step)
         if not (self.is_inside and self._full_size > 1):

@@ -12,6 +12,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -62,7 +63,9 @@ class Replica(DistributedDataParallel):
         self._all = list(model.parameters())
         self._kinds = self._present_kinds()
         # Of each parameter that torch's reducer reduces, its number there.
-        self._managed = {id(p): number for number, p in enumerate(p for p in self._all if p.requires_grad)}
+        trained = [p for p in self._all if p.requires_grad]
+        self._managed = {id(p): number for number, p in enumerate(trained)}
+        self._first_node = trained[0], get_gradient_edge(trained[0]).node
         self.is_first_backward = True
         self._is_awaited = False  # whether torch's reducer expects a backward
         self._missing: set[int] = set()  # ids of the parameters that no backward since the last forward has reached
@@ -136,12 +139,35 @@ class Replica(DistributedDataParallel):
 
     def before_step(self) -> None:
         """Average gradients that were set without a backward (`torch.autograd.grad`, assignment). Raises ModelError if
-        no backward reached a parameter that torch's reducer expects on every rank. Collective if no backward followed
-        the last forward."""
-        if self._is_awaited and len(self._missing) == len(self._managed):
+        no backward reached a parameter that torch's reducer expects on every rank, or the reducer saw only a part of
+        one. Collective if no backward followed the last forward, or there has been none."""
+        self._check_finished()
+        if self.is_first_backward or (self._is_awaited and len(self._missing) == len(self._managed)):
             take_mean_([p for p in self._all if p.grad is not None], may_be_unused=False)
         elif self._missing and not self._is_awaited and not self._may_be_unused:
             self._refuse_missing([p for p in self._all if id(p) in self._missing and p.grad is None])
+
+    def _check_finished(self) -> None:
+        """Raises ModelError if torch's reducer has not seen all gradients of the last backward: its hooks are on nodes
+        of autograd, and `set_()` of a parameter gives it another node. If all parameters have another one, the reducer
+        does not wait for any."""
+        reducer: Any = self.reducer
+        first, node = self._first_node
+        is_unseen = first.requires_grad and get_gradient_edge(first).node is not node
+        try:
+            reducer._check_reducer_finalized()
+        except RuntimeError:
+            is_unseen = True
+        if is_unseen:
+            raise ModelError(
+                "DDP: the gradients are not reduced, since torch's reducer does not see those of some parameters (got "
+                "parameters whose memory was replaced after prepare, by torch.nn.utils.parametrizations or set_(), or "
+                "a backward that raised an exception); register parametrizations before prepare."
+            )
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        if self.modules_buffers:  # torch raises an internal error if the model had buffers and has none any more
+            super()._sync_module_buffers(authoritative_rank)
 
     def _refuse_missing(self, missing: list[nn.Parameter]) -> None:
         if missing:

@@ -43,6 +43,17 @@ def keep_plain(loss: torch.Tensor) -> None:
             )
 
 
+def refuse_sharded_inputs(inputs: Any) -> None:
+    """Raises UsageError if a backward would be for certain inputs, and one of them is a sharded parameter: torch would
+    find no path to it, and compute nothing."""
+    if any(is_dtensor(one) for one in (inputs if isinstance(inputs, (list, tuple)) else [inputs])):
+        raise UsageError(
+            "backward(inputs=...): gives sharded parameters no gradients, since FSDP computes with gathered ones (got "
+            "a sharded one); call backward(loss), with the other parameters frozen before forward, or their gradients "
+            "set to None after backward."
+        )
+
+
 def _keep_placements(node: Any) -> None:
     """Where the node accumulates the gradient of a sharded parameter: it gets the parameter's placements. (Those of
     `weight.sum()` or of a row are whole, and FSDP adds this rank's part of the other gradients to the local tensor.)"""

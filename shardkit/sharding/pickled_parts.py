@@ -1,6 +1,6 @@
 """Says so when a script pickles sharded tensors, as `torch.save(model.state_dict(), path)` does: each rank writes its
 own part only, and without the files of all ranks the weights are lost. A rank that loads the part of another one stops:
-torch would take it for the rank's own."""
+torch would take it for the rank's own. Copies by copy.deepcopy are of all ranks' parts."""
 
 import copyreg
 from functools import cache
@@ -25,6 +25,7 @@ def install() -> None:
     for kind in (DTensor, ShardedParameter):
         copyreg.pickle(kind, _reduced)
     DTensor.__setstate__ = _set_state  # type: ignore[method-assign, assignment]
+    DTensor.__deepcopy__ = _deep_copy  # type: ignore[method-assign, assignment]
 
 
 def _reduced(tensor: DTensor) -> Any:
@@ -33,6 +34,15 @@ def _reduced(tensor: DTensor) -> Any:
         _tell()
     plain = sharded_like(local_part(tensor), tensor) if type(tensor) is ShardedParameter else tensor
     return plain.__reduce_ex__(2)
+
+
+def _deep_copy(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
+    """As torch copies it. A gradient of FSDP is a part of a buffer, and where that part is not the first, torch (seen
+    in 2.13) would copy memory that a DTensor does not have."""
+    if id(tensor) in memo or not tensor.is_leaf or tensor.data_ptr() == 0:
+        return torch.Tensor.__deepcopy__(tensor, memo)
+    memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return memo[id(tensor)]
 
 
 @cache

@@ -55,7 +55,10 @@ def _bound(model: nn.Module, decided: Cut) -> Units:
         decided,
         [
             LiveUnit(
-                unit.fqn, model.get_submodule(unit.fqn), {n: parameters[n] for n in unit.parameters}, unit.keeps_dtype
+                unit.fqn,
+                model.get_submodule(unit.fqn) if unit.fqn else model,  # TorchScript has no get_submodule
+                {n: parameters[n] for n in unit.parameters},
+                unit.keeps_dtype,
             )
             for unit in decided.units
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -62,6 +63,36 @@ for _name, _register in {
 }.items():
     for _wrap, _fsdp in {"by_size": BY_SIZE, "whole": WHOLE}.items():
         loop(f"with_{_name}_{_wrap}", fsdp=_fsdp, is_long_run_only=True)(_trained_with(_register))
+
+
+@loop(fsdp=BY_SIZE, refused=dict.fromkeys((1, 2, 4, 5), "remove_parametrizations"), refused_alone=True)
+def parametrizations_removed_after_training(run: Run) -> None:
+    """Their buffers go too: those of DDP's model then are none. FSDP keeps what it has sharded (torch's own error)."""
+    torch.manual_seed(1)
+    model = layers(5, 7, 7, 1)
+    for number in (0, 2):
+        parametrizations.spectral_norm(model[number])
+    model, optimizer = run.prepare(model, adam(model.parameters()))
+    for step in range(run.steps):
+        loss = (model(run.draw(step, 5)) - 1).pow(2).mean()
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
+    model.eval()
+    for number in (0, 2):
+        parametrize.remove_parametrizations(run.unwrap(model)[number], "weight")
+    with torch.no_grad():
+        run.see_mean(model(run.draw(50, 5)).pow(2).mean())
+
+
+@loop(fsdp=BY_SIZE, refused=dict.fromkeys((1, 2, 4, 5), "is a TorchScript module"), refused_alone=True)
+def scripted(run: Run) -> None:
+    torch.manual_seed(1)
+    model = layers(5, 7, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated since torch 2.10
+        model = torch.jit.script(model)
+    _fit(run, model)
 
 
 class Images(nn.Sequential):

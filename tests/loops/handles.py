@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shardkit.distributed.collectives import broadcast_object_list
 from tests.loops.net import Net, adam, loss_of, started, train
 from tests.loops.run import Run, loop, whole
 
@@ -253,3 +255,35 @@ def a_reference_that_takes_the_trained_weights(run: Run) -> None:
         run.see_mean(loss)
         if step % 2:
             reference.load_state_dict(policy.state_dict())
+
+
+@loop()
+def gradients_copied(run: Run) -> None:
+    """Of earlier steps, by copy.deepcopy: a momentum of the script's own."""
+    model, optimizer = started(run)
+    before: list[Any] = []
+    for step in range(run.steps):
+        loss = loss_of(model, run.batch(step))
+        run.backward(loss)
+        kept = [copy.deepcopy(p.grad) for p in model.parameters()]
+        for p, old in zip(model.parameters(), before, strict=False):
+            p.grad.add_(old, alpha=0.5)
+        before = kept
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
+@loop()
+def the_best_weights_kept_whole(run: Run) -> None:
+    """They stay what they were, on the main process, and all ranks load them at the end."""
+    model, optimizer = started(run)
+    train(run, model, optimizer)
+    if run.is_plain:
+        best = copy.deepcopy(model.state_dict())
+    else:
+        best = run.accelerator.get_state_dict(model)
+    train(run, model, optimizer, 10)
+    if not run.is_plain:
+        (best,) = broadcast_object_list([best])
+    model.load_state_dict(best)
+    train(run, model, optimizer, 20)

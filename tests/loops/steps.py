@@ -327,3 +327,31 @@ def values_drawn_after_prepare(run: Run) -> None:
         inner.parts[1].up.weight.add_(torch.randn_like(inner.parts[1].up.weight), alpha=0.1)
         inner.parts[1].down.weight.mul_(torch.rand_like(inner.parts[1].down.weight))
     train(run, model, optimizer)
+
+
+@loop(refused=dict.fromkeys((1, 2, 4, 5), "is not the parameter that prepare put there"), refused_alone=True)
+def gradients_of_each_sample(run: Run) -> None:
+    """Clipped one by one, as private training does, and assigned: no forward of the prepared model, and no backward."""
+    model, optimizer = started(run)
+    inner = run.unwrap(model)
+
+    def loss_of_one(values: dict[str, torch.Tensor], sample: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(torch.func.functional_call(inner, values, (sample[None, :-1],)), sample[None])
+
+    for step in range(run.steps):
+        values = {name: p.detach() for name, p in inner.named_parameters()}
+        gradients = torch.func.vmap(torch.func.grad(loss_of_one), (None, 0))(values, run.batch(step))
+        for name, p in inner.named_parameters():
+            p.grad = gradients[name].clamp(-0.05, 0.05).mean(0)
+        run.step(optimizer)
+    train(run, model, optimizer, 10)
+
+
+@loop(refused=dict.fromkeys((1, 2, 4, 5), "gives sharded parameters no gradients"), refused_alone=True)
+def backward_to_given_parameters(run: Run) -> None:
+    model, optimizer = started(run)
+    for step in range(run.steps):
+        loss = loss_of(model, run.batch(step))
+        run.backward(loss, inputs=list(model.parameters()))
+        run.step(optimizer)
+        run.see_mean(loss)
