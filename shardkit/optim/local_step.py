@@ -209,8 +209,10 @@ class LocalStep:
     ) -> Any:
         if not is_dtensor(value):
             return value if tensor is None else part_of_whole(value, name, parameter, tensor)
-        local, _ = known.get(id(value)) or (local_part(value), value)
-        return self._remember(local, value)[0]
+        local = local_part(value)
+        before, _ = known.get(id(value)) or (local, value)
+        is_same = before.data_ptr() == local.data_ptr()  # not after `value.data = ...`
+        return self._remember(before if is_same else local, value)[0]
 
     def _sharded_form(self, value: Any, part: _Part) -> Any:
         if not (isinstance(value, torch.Tensor) and value.dim() and value.shape == part.tensor.shape):

@@ -33,8 +33,8 @@ class Replica(DistributedDataParallel):
     torch's reducer works once per forward of the wrapper, and for the parameters that were trainable at construction. A
     second backward (two losses, retain_graph) or a forward of the inner model (`unwrap_model(model).loss(...)`) would
     silently leave different gradients on the ranks: here they are reduced at the end of such a backward. If other
-    parameters became trainable, the dtype or the strides of one changed, or a backward raised an exception, torch's
-    reducer is created again.
+    parameters became trainable, the dtype or the strides of one changed, a gradient got other memory, or a backward
+    raised an exception, torch's reducer is created again.
 
     Attributes that are set and are not DDP's own are set on the inner model, which reads them: `model.alpha = 0.5`.
     Weights are loaded with or without DDP's prefix `module.` in their names.
@@ -65,6 +65,7 @@ class Replica(DistributedDataParallel):
         # Of each parameter that torch's reducer reduces, its number there.
         trained = [p for p in self._all if p.requires_grad]
         self._managed = {id(p): number for number, p in enumerate(trained)}
+        self._in_buckets: dict[int, int] = {}
         self._first_node = trained[0], get_gradient_edge(trained[0]).node
         self.is_first_backward = True
         self._is_awaited = False  # whether torch's reducer expects a backward
@@ -142,6 +143,7 @@ class Replica(DistributedDataParallel):
         no backward reached a parameter that torch's reducer expects on every rank, or the reducer saw only a part of
         one. Collective if no backward followed the last forward, or there has been none."""
         self._check_finished()
+        self._part_from_buckets()
         if self.is_first_backward or (self._is_awaited and len(self._missing) == len(self._managed)):
             take_mean_([p for p in self._all if p.grad is not None], may_be_unused=False)
         elif self._missing and not self._is_awaited and not self._may_be_unused:
@@ -165,6 +167,23 @@ class Replica(DistributedDataParallel):
                 "a backward that raised an exception); register parametrizations before prepare."
             )
 
+    def _note_buckets(self) -> None:
+        """Note which gradients are parts of the reducer's buckets, and their addresses, where these are new."""
+        first = self._first_node[0].grad
+        if first is None or not self._settings["gradient_as_bucket_view"]:
+            return
+        if self._in_buckets.get(id(first)) != first.data_ptr():  # the reducer keeps them, so an id stays its own
+            gradients = [p.grad for p in self._all if id(p) in self._managed and p.grad is not None]
+            self._in_buckets = {id(gradient): gradient.data_ptr() for gradient in gradients}
+
+    def _part_from_buckets(self) -> None:
+        """If a script has given gradients other memory (`p.grad.data = values`), which the reducer would go on to write
+        to instead of its bucket, have it created again, with gradients apart from the buckets."""
+        gradients = [p.grad for p in self._all if p.grad is not None] if self._in_buckets else []
+        if any(self._in_buckets.get(id(one), one.data_ptr()) != one.data_ptr() for one in gradients):
+            self._settings["gradient_as_bucket_view"] = False
+            self._in_buckets, self._kinds = {}, []
+
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         if self.modules_buffers:  # torch raises an internal error if the model had buffers and has none any more
             super()._sync_module_buffers(authoritative_rank)
@@ -181,6 +200,7 @@ class Replica(DistributedDataParallel):
 
     def _after_backward(self, arrived: list[torch.Tensor]) -> None:
         self.is_first_backward = False
+        self._note_buckets()
         if self.require_backward_grad_sync:
             self._reduce_rest(arrived)
         for call in self.at_end_of_backward:

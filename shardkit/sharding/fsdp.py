@@ -21,6 +21,7 @@ from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, s
 from shardkit.errors import ModelError, UsageError
 from shardkit.model.cut import shard_dim
 from shardkit.sharding import (
+    assigned_data,
     copied_parts,
     flattened,
     fsdp_internals,
@@ -144,6 +145,11 @@ class Carried:
         )
 
 
+_BEHAVIOURS = [random_values, numbers_of_tensors, in_place, assigned_data, reductions, copied_parts, flattened]
+_BEHAVIOURS += [pickled_parts]
+"""What sharded tensors do that torch's DTensors do not."""
+
+
 def finish(model: nn.Module, units: Units, carried: Carried, config: Config, compiled: Sequence[nn.Module]) -> None:
     """The last step, when every parameter has its values: restores attributes and hooks, and installs the hooks of
     `fsdp_unit`."""
@@ -153,7 +159,7 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
         parameters.carry_over(attributes, parameter)
         for hook in carried.hooks[fqn]:
             hooks.hook_whether_trained(parameter, hook)
-    for behaviour in (random_values, numbers_of_tensors, in_place, reductions, copied_parts, flattened, pickled_parts):
+    for behaviour in _BEHAVIOURS:
         behaviour.install()
     vars(model)["__deepcopy__"] = _refuse_copies
     vars(model)["__reduce_ex__"] = _refuse_pickling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -33,18 +34,33 @@ class _Whole(torch.autograd.Function):
         return sharded_like(part, ctx.parameter)
 
 
+_noted_parameters: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""The parameters of which there have been aliases, by their address."""
+
+
+def note_alias(tensor: DTensor) -> None:
+    """Note that the tensor has the memory of a parameter from now on, if so."""
+    parameter = _noted_parameters.get(address := tensor._local_tensor.data_ptr())
+    if parameter is not None and parameter._local_tensor.data_ptr() == address:
+        parameter._noted(tensor)
+
+
 class ShardedParameter(DTensor):
     """A sharded parameter for which `p.data = values` sets its values.
 
     torch would accept the assignment, but continue with the old values, which are in the DTensor's local tensor. It is
     created by setting `__class__` of a DTensor; results of operations are ordinary DTensors.
+
+    FSDP keeps the memory of a parameter, so an assignment writes into it. In torch the old memory stays as it was, for
+    what `p.data` and `p.detach()` gave before: `backup = p.data; p.data = average; ...; p.data = backup`, or a swap
+    with another model. Such aliases therefore get a copy of the old values before it is written.
     """
 
     __slots__ = ()
 
     @property
     def data(self) -> torch.Tensor:
-        return _get_data(self)
+        return self._noted(_get_data(self))
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
@@ -54,6 +70,7 @@ class ShardedParameter(DTensor):
                 f"{tuple(self.shape)}); change shapes before prepare."
             )
         with torch.no_grad():
+            self._leave_to_aliases()
             if not isinstance(values, DTensor):
                 local_part(self).copy_(own_part(values, self))
             elif values.placements == self.placements and values.device_mesh == self.device_mesh:
@@ -62,6 +79,25 @@ class ShardedParameter(DTensor):
                 from shardkit.sharding.settled import redistributed
 
                 local_part(self).copy_(local_part(redistributed(values, self.placements)))
+
+    def detach(self) -> Any:
+        return self._noted(super().detach())
+
+    def _noted(self, alias: Any) -> Any:
+        """Note something that shares the memory, as long as it exists."""
+        alive = [reference for reference in vars(self).get("shardkit_aliases", ()) if reference() is not None]
+        vars(self)["shardkit_aliases"] = [*alive, ref(alias)]
+        _noted_parameters[self._local_tensor.data_ptr()] = self
+        return alias
+
+    def _leave_to_aliases(self) -> None:
+        """Give the aliases a copy of the present values, in memory of their own."""
+        found = [reference() for reference in vars(self).pop("shardkit_aliases", ())]
+        address, copied = self._local_tensor.data_ptr(), None
+        for alias in found:
+            if alias is not None and alias._local_tensor.data_ptr() == address:
+                copied = local_part(self).clone() if copied is None else copied
+                alias._local_tensor = copied
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole values, with torch's `grad_placements`; without it their gradient is the mean over all ranks, as

@@ -5,6 +5,7 @@ the weights that it ends with must be the same everywhere.
 """
 
 from tests.loops import (  # noqa: F401
+    assigned,
     calls,
     contrastive,
     dtypes,
