@@ -173,6 +173,19 @@ def test_offload_moves_the_shards_to_the_host():
     assert found.peak.gathered > 0
 
 
+@pytest.mark.parametrize("trainable", [True, False])
+def test_what_is_not_sharded_is_not_offloaded(trainable):
+    """The ignored head of 512 parameters and a buffer stay on the device, with gradients and optimizer state."""
+    tree = replace(model(head=linear("head", 8, 64, trainable)), buffers=(Parameter("table", (100,)),))
+    fsdp = {"offload_params": True, "ignored_modules": "head"}
+    found = planned(tree, configuration(1, **fsdp), ema=Ema.MODEL).memory
+    sharded, last = 2048, found.timeline[-1].memory  # 2,048 parameters, each rank a quarter of their 4 bytes
+    assert found.host == Memory(parameters=2 * sharded, gradients=sharded, optimizer_state=2 * sharded)
+    whole = 4 * 512
+    assert last.parameters == found.peak.parameters == 2 * (whole + 4 * 100)
+    assert (last.gradients, last.optimizer_state) == ((whole, 2 * whole) if trainable else (0, 0))
+
+
 @pytest.mark.parametrize(("optimizer", "times"), [("sgd", 0), ("momentum", 1), ("adam", 2), ("adamw", 2), ("AdamW", 2)])
 def test_optimizer_state(optimizer, times):
     assert planned(model(), configuration(1), optimizer=optimizer).memory.peak.optimizer_state == times * 2560

@@ -213,6 +213,20 @@ def test_offloaded_shards_are_on_the_host():
 
 
 @pytest.mark.slow
+def test_what_is_not_sharded_is_not_offloaded():
+    """The positions, ignored: 64 rows of 64, their gradients and optimizer state."""
+    asked = request(TINY, 1, offload_params=True, ignored_modules="positions")
+    memory, _ = simulated(asked)
+    plain, _ = simulated(request(TINY, 1, ignored_modules="positions"))
+    whole = 4 * 64 * 64
+    assert (memory.peak.parameters, memory.peak.optimizer_state) == (whole, 2 * whole)
+    assert memory.peak.gradients in (0, whole)
+    assert memory.host.parameters == plain.peak.parameters - whole
+    counted = row(asked).memory.host
+    assert (memory.host.parameters, memory.host.gradients) == (counted.parameters, counted.gradients)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not can_reduce_unused(), reason="FSDP reduces unused parameters from torch 2.13 on")
 def test_ranks_that_may_use_different_parameters_hold_as_much():
     asked = request(TINY)

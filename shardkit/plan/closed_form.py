@@ -122,7 +122,7 @@ def estimate(
     timeline = tuple(walk(plan, config, kept or Activations()))
     host = Memory()
     if _is_offloaded(plan, config):
-        timeline, host = offload(timeline)
+        timeline, host = offload(timeline, never_offloaded(plan))
     if config.shardkit.offload_activations and kept:
         host = replace(host, activations=sum(_saved_bytes(unit, config, kept) for unit in [*plan.units, plan.root]))
     top = max(timeline, key=lambda moment: moment.memory.total)
@@ -168,14 +168,34 @@ def _is_offloaded(plan: ShardedSizes, config: Config) -> bool:
     return config.fsdp.offload_params and plan.axes.mode == "fsdp" and not config.use_cpu
 
 
-def offload(timeline: tuple[Moment, ...]) -> tuple[tuple[Moment, ...], Memory]:
-    """The device's timeline without the shards, and the shards in host memory, where the optimizer runs."""
-    device = tuple(
-        replace(moment, memory=replace(moment.memory, parameters=0, gradients=0, optimizer_state=0))
-        for moment in timeline
+def never_offloaded(plan: ShardedSizes) -> Memory:
+    """What stays on the device when the shards are offloaded: replicated parameters (`sharding/fsdp.py` moves ignored
+    modules there), with their gradients and optimizer state, and buffers (`_move_states_to_device` of fully_shard)."""
+    whole = plan.replicated
+    return Memory(
+        whole.parameter_bytes + whole.average_bytes + plan.buffer_bytes + plan.averaged_buffer_bytes,
+        whole.gradient_bytes,
+        whole.optimizer_bytes,
     )
+
+
+def offload(timeline: tuple[Moment, ...], stays: Memory) -> tuple[tuple[Moment, ...], Memory]:
+    """The device's timeline with what `stays` of the persistent memory, and the rest of it, the shards, in host memory,
+    where the optimizer runs."""
+
+    def on_device(memory: Memory) -> Memory:
+        of_optimizer = min(memory.optimizer_state, stays.optimizer_state)
+        gradients = min(memory.gradients, stays.gradients)
+        return replace(memory, parameters=stays.parameters, gradients=gradients, optimizer_state=of_optimizer)
+
     last = timeline[-1].memory
-    return device, Memory(last.parameters, last.gradients, last.optimizer_state)
+    there = on_device(last)
+    host = Memory(
+        last.parameters - there.parameters,
+        last.gradients - there.gradients,
+        last.optimizer_state - there.optimizer_state,
+    )
+    return tuple(replace(moment, memory=on_device(moment.memory)) for moment in timeline), host
 
 
 def _persistent(plan: ShardedSizes) -> Memory:

@@ -51,7 +51,7 @@ _SAME = 0.1
 
 def is_of_the_same(row: Row, measured: Measured) -> bool:
     """Whether the plan and the run have parameters of about the same size on a rank."""
-    planned = row.memory.host.parameters or row.memory.peak.parameters
+    planned = row.memory.host.parameters + row.memory.peak.parameters
     return abs(planned - measured.parameter_bytes) <= _SAME * max(planned, measured.parameter_bytes)
 
 
@@ -61,9 +61,9 @@ def table(row: Row, measured: Measured) -> str:
     everything = row.memory.timeline[-1].memory if row.memory.timeline else planned
     host = row.memory.host
     lines = [
-        ("parameters", host.parameters or planned.parameters, measured.parameter_bytes),
-        ("gradients, all of them", host.gradients or everything.gradients, measured.gradient_bytes),
-        ("optimizer state", host.optimizer_state or planned.optimizer_state, measured.optimizer_bytes),
+        ("parameters", host.parameters + planned.parameters, measured.parameter_bytes),
+        ("gradients, all of them", host.gradients + everything.gradients, measured.gradient_bytes),
+        ("optimizer state", host.optimizer_state + planned.optimizer_state, measured.optimizer_bytes),
         ("peak", planned.total, measured.peak_bytes),
     ]
     how = "simulated" if row.simulated else "closed form"

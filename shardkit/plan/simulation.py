@@ -17,7 +17,8 @@ from shardkit.model import child
 from shardkit.model.sources import is_by_sizes
 from shardkit.plan import repeats
 from shardkit.plan.answer import PlanRequest, Row, fits, row
-from shardkit.plan.closed_form import Memory, Moment, RankMemory, offload
+from shardkit.plan.closed_form import Memory, Moment, RankMemory, never_offloaded, offload
+from shardkit.plan.unit_sizes import layout
 
 # Up to this many blocks, simulating all of them takes about as long as starting the child process. All are run then,
 # and the allocator is replayed. The shortened step is for larger models and for searches.
@@ -155,7 +156,9 @@ def _simulation(request: PlanRequest, config: Config, step: dict[str, Any], batc
     timeline = tuple(Moment(phase, unit, Memory(*numbers)) for phase, unit, numbers in step["moments"])
     host = Memory()
     if config.fsdp.offload_params and config.mode == "fsdp" and not config.use_cpu:
-        timeline, host = offload(timeline)
+        world = request.world_size, request.ranks_per_machine
+        sizes = layout(request.description.tree, config, *world, request.optimizer, request.ema)
+        timeline, host = offload(timeline, never_offloaded(sizes))
         timeline = tuple(moment for moment in timeline if moment.phase != "optimizer")  # it runs on the host
     host = replace(host, activations=step["host_bytes"])
     top = max(timeline, key=lambda moment: moment.memory.total)
