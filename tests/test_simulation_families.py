@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from shardkit.config.schema import Config, FsdpConfig
+from shardkit.model.describe import ModelDescription
 from shardkit.model.facts import transformer_facts
 from shardkit.model.families import activation_gaps
+from shardkit.model.live import tree_of
 from shardkit.model.sources import describe
 from shardkit.plan import activations, worker
-from shardkit.plan.answer import PlanRequest
+from shardkit.plan.answer import PlanRequest, frozen_above, row
 from shardkit.plan.closed_form import Memory
 from shardkit.plan.devices import DEVICES
 from shardkit.plan.simulation import _simulation, simulate
@@ -234,3 +236,47 @@ def test_the_loss_keeps_what_is_said(loss, bytes_each):
     assert peak <= 1.05 * bytes_each * logits
     if loss != "fused":
         assert peak >= 0.98 * bytes_each * logits
+
+
+def half_frozen() -> nn.Module:
+    model = small_llama()
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[:2].requires_grad_(False)
+    return model
+
+
+@pytest.mark.slow
+def test_frozen_blocks_below_the_first_trained_one_save_nothing():
+    asked = PlanRequest(describe(f"{HERE}:half_frozen"), Config(num_processes=2), 2, 2, DEVICES["cpu"], batch_size=4)
+    counted, (found,) = row(asked).memory, simulate(asked)
+    simulated = max(moment.memory.activations for moment in found.memory.timeline)
+    assert max(moment.memory.activations for moment in counted.timeline) == pytest.approx(simulated, rel=0.1)
+    assert frozen_above(asked) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ()),
+        ({"lora_dropout": 0.1}, ("dropout masks and what they are applied to (lora_dropout)",)),
+        ({"use_dora": True}, ("weights with LoRA's added to them (use_dora)",)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:::peft", "ignore:::transformers")
+def test_what_adapters_save_is_a_lower_bound_where_it_is_not_less_than_training_all(given, expected):
+    import peft
+
+    model = peft.get_peft_model(small_llama(), peft.LoraConfig(r=4, target_modules=["q_proj"], **given))
+    facts = transformer_facts(model.config, model)
+    assert facts.gaps == expected
+    asked = PlanRequest(ModelDescription("", "", tree_of(model), facts), Config(), 2, 2, DEVICES["cpu"], batch_size=4)
+    assert frozen_above(asked).startswith("Frozen weights that a gradient passes: activations are counted as if")
+    assert frozen_above(replace(asked, batch_size=None)) is None
+
+
+@pytest.mark.filterwarnings("ignore:::peft", "ignore:::transformers")
+def test_adapters_other_than_lora_are_not_counted():
+    import peft
+
+    model = peft.get_peft_model(small_llama(), peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+    assert transformer_facts(model.config, model).gaps == ("what peft's IA3 saves",)

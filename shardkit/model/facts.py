@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from shardkit.model.describe import TransformerFacts
-from shardkit.model.families import RUNS_EVERY_EXPERT, activation_gaps
+from shardkit.model.families import RUNS_EVERY_EXPERT, activation_gaps, adapter_gaps
 
 # A token of the sequence is one of these models' units of work: sound has frames, many samples each.
 _INPUTS = ("input_ids", "pixel_values")
@@ -47,7 +47,7 @@ def transformer_facts(config: Any, model: nn.Module | None = None) -> Transforme
         window=_window(config),
         attentions=layers + 2 * decoder_layers if decoder_layers else attentions,
         windowed=windowed,
-        gaps=activation_gaps(config),
+        gaps=activation_gaps(config) + adapter_gaps(model),
     )
 
 

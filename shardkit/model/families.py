@@ -4,6 +4,7 @@ A family is listed if the formula of `plan/activations.py` agrees with a simulat
 (`tests/test_simulation_families.py`).
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 # model_type of Transformers configurations whose blocks match the formula.
@@ -38,3 +39,24 @@ def activation_gaps(config: Any) -> tuple[str, ...]:
     if getattr(config, "_attn_implementation", None) == "eager":
         found.append("attention scores")
     return tuple(found)
+
+
+def adapter_gaps(model: Any) -> tuple[str, ...]:
+    """As `activation_gaps`, for what peft adds to a model. LoRA itself saves less than the frozen layers would if they
+    were trained, which the closed form counts."""
+    return tuple(dict.fromkeys(gap for config in _adapters(model) for gap in _gaps_of_adapter(config)))
+
+
+def _adapters(model: Any) -> list[Any]:
+    found = getattr(model, "peft_config", None)
+    return list(found.values()) if isinstance(found, dict) else []
+
+
+def _gaps_of_adapter(config: Any) -> Iterator[str]:
+    kind = str(getattr(config, "peft_type", "")).rpartition(".")[2]
+    if kind != "LORA":
+        yield f"what peft's {kind} saves"
+    if getattr(config, "lora_dropout", 0):
+        yield "dropout masks and what they are applied to (lora_dropout)"
+    if getattr(config, "use_dora", False):
+        yield "weights with LoRA's added to them (use_dora)"

@@ -3,6 +3,7 @@ memory is stored next to the closed form's (`Row.simulated`)."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import dropwhile
 from typing import Any
 
 from shardkit.config import xla
@@ -204,6 +205,20 @@ def undivided(request: PlanRequest) -> str | None:
     return (
         f"{name} {parameter.shape} cannot be sharded evenly over {shards:,} ranks on any dim: {parameter.shape[0]:,} "
         f"ranks hold all of it, and gathered parameters are padded."
+    )
+
+
+def frozen_above(request: PlanRequest) -> str | None:
+    """A note if the closed form counts activations of more than _REMARKABLE of the parameters as if they were trained:
+    of frozen ones that a gradient passes."""
+    if request.description.facts is None or not request.batch_size:
+        return None
+    above = dropwhile(lambda parameter: not parameter.trainable, (p for _, p in request.description.tree.owned()))
+    if sum(p.numel for p in above if not p.trainable) < max(1, _REMARKABLE * request.description.numel):
+        return None
+    return (
+        "Frozen weights that a gradient passes: activations are counted as if these were trained; blocks with LoRA "
+        "save a half to two thirds of that, which --simulate counts."
     )
 
 

@@ -13,6 +13,7 @@ from shardkit.plan.answer import (
     Row,
     check_seq_len,
     configured_strategy,
+    frozen_above,
     note_on_time,
     notes_on,
     possible_strategies,
@@ -62,6 +63,7 @@ def answer(
         note_on_units(request.description.tree, request.config.fsdp),
         beyond,
         undivided(request),
+        None if how else frozen_above(request),
         note_on_time(request),
     ]
     return Answer(

@@ -6,6 +6,7 @@ The units come from `model/cut.py`, as for a live model.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import dropwhile
 from math import ceil, prod
 
 from shardkit.config.meaning import WIDE, Dtypes, dtypes, mesh_sizes, reshards_after_forward
@@ -49,7 +50,7 @@ class UnitSizes:
     parameter_bytes: its shard; average_bytes: the shard of the script's weight averages (EMA).
     early_gradient_bytes: unsharded gradients that exist from the start of backward, because their parameters come after
     all other units (the head); root only. rearranged_bytes: gathered parameters that are sharded on a dim other than 0,
-    which are copied once more. `blocks`: number of repeated blocks inside.
+    which are copied once more. `blocks`: number of repeated blocks inside that backward reaches.
     """
 
     fqn: str
@@ -258,8 +259,12 @@ def _blocks(tree: ModuleNode) -> list[str]:
 
 
 def _block_counts(tree: ModuleNode, chosen: set[str]) -> Counter[str]:
-    """Number of repeated blocks in each unit; "" for those outside all units."""
-    return Counter(_unit_around(fqn, chosen) for fqn in _blocks(tree))
+    """Number of repeated blocks in each unit, without those below the first trained parameter, which save nothing for
+    backward; "" for those outside all units."""
+    blocks = set(_blocks(tree))
+    from_first_trained = dropwhile(lambda node: not any(p.trainable for p in node.parameters), tree.walk())
+    reached = {_unit_around(node.fqn, blocks) for node in from_first_trained}
+    return Counter(_unit_around(fqn, chosen) for fqn in reached if fqn)
 
 
 def _unit_around(fqn: str, chosen: set[str]) -> str:
