@@ -5,6 +5,7 @@ from math import ceil
 
 import pytest
 import torch
+from torch import nn
 
 from shardkit.config.schema import (
     Config,
@@ -17,6 +18,7 @@ from shardkit.config.schema import (
 )
 from shardkit.errors import ConfigError, ModelError, UsageError
 from shardkit.model.describe import TransformerFacts
+from shardkit.model.live import tree_of
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan import activations
@@ -435,3 +437,32 @@ def test_real_models_under_all_five_strategies(family):
     layers = transformer_facts(config).layers
     assert full.units == layers + 1
     assert full.memory.peak.parameters == pytest.approx(4 * tree.numel / 16, rel=0.05)  # padding
+
+
+class Blocks(nn.Module):
+    """Three blocks under their list's name, or under others too; or one block three times."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)]
+        if kind == "the first before":
+            self.first = blocks[0]
+        self.layers = nn.ModuleList(blocks[:1] * 3 if kind == "one" else blocks)
+        if kind == "the list again":
+            self.handle = self.layers
+
+
+@pytest.mark.parametrize("kind", ["plain", "the first before", "the list again"])
+def test_a_block_under_two_names_saves_its_activations_once(kind):
+    facts = TransformerFacts(3, 8, 2, 2, 16, seq_len=4)
+    known = {"facts": facts, "batch_size": 2}
+    found, plain = (planned(tree_of(Blocks(each)), configuration(1), **known) for each in (kind, "plain"))
+    assert (found.memory.peak, found.units) == (plain.memory.peak, plain.units)
+    assert found.memory.activations_known
+
+
+def test_activations_of_a_block_that_layers_share_are_not_known():
+    facts = TransformerFacts(3, 8, 2, 2, 16, seq_len=4)
+    found = planned(tree_of(Blocks("one")), configuration(1), facts=facts, batch_size=2).memory
+    assert found.gaps == ("what the blocks save: none repeats in the model, or layers share one",)
+    assert not found.activations_known

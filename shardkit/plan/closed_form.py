@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields, replace
 
 from shardkit.config.meaning import dtypes
 from shardkit.config.schema import BackwardPrefetch, Config, DistributedType, ShardingStrategy
+from shardkit.model.blocks import repeated_classes
 from shardkit.model.describe import TransformerFacts
 from shardkit.model.tree import ModuleNode
 from shardkit.plan import activations
@@ -129,6 +130,8 @@ def estimate(
     gaps = kept.gaps if kept else (_why_unknown(facts, batch_size),)
     if config.fsdp.activation_checkpointing and config.shardkit.recompute == "operators":
         gaps = (*gaps, "products of matrices that shardkit.recompute keeps")
+    if kept and facts and facts.layers > 1 and not repeated_classes(tree):
+        gaps = (*gaps, "what the blocks save: none repeats in the model, or layers share one")
     memory = RankMemory(top.memory, top.text, timeline, host, not gaps, gaps)
     return Estimate(
         config, plan.axes, len(plan.units) + 1, memory, traffic(plan, config, world_size, ranks_per_machine)

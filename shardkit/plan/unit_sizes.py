@@ -253,9 +253,14 @@ def _root_ends(tree: ModuleNode, chosen: set[str]) -> tuple[set[str], set[str]]:
 
 
 def _blocks(tree: ModuleNode) -> list[str]:
-    """Fqns of the repeated blocks, none inside another."""
+    """Fqns of the repeated blocks, none inside another. One that has a second name in its list runs again; under a name
+    elsewhere (`self.blocks = self.model.blocks`) it is the same block."""
     classes = set(repeated_classes(tree))
-    return outermost([node.fqn for node in tree.walk() if node.class_name in classes])
+    return outermost([node.fqn for node in tree.walk() if node.class_name in classes and not _is_named_again(node)])
+
+
+def _is_named_again(node: ModuleNode) -> bool:
+    return node.alias_of is not None and node.alias_of.rpartition(".")[0] != node.fqn.rpartition(".")[0]
 
 
 def _block_counts(tree: ModuleNode, chosen: set[str]) -> Counter[str]:
