@@ -107,8 +107,9 @@ def test_a_batch_script(capsys):
 
 @pytest.mark.parametrize("engine", NEEDED)
 def test_the_configuration_goes_along_without_its_place(capsys, engine):
-    """What runs is what was configured when it was submitted; addresses, port and number are the engine's."""
-    settings = ["--set", "shardkit.seed=3", "--set", "shardkit.launch.bind_address=10.0.0.3"]
+    """What runs is what was configured when it was submitted; addresses, port and number are the engine's. So are
+    restarts, where the engine starts the job again as often as configured."""
+    settings = ["--set", "shardkit.seed=3", "--set", "shardkit.launch.bind_address=10.0.0.3", "--restarts", "3"]
     text, _ = submit(capsys, "--to", engine, *NEEDED[engine], *settings, "train.py")
     if engine in ("kubeflow", "jobset", "skypilot"):
         found = objects(text)[-1]
@@ -123,6 +124,7 @@ def test_the_configuration_goes_along_without_its_place(capsys, engine):
     assert (config.main_process_ip, config.main_process_port, config.machine_rank) == (None, None, 0)
     assert (config.shardkit.seed, config.shardkit.checkpoint.resume) == (3, "auto")
     assert config.shardkit.launch.bind_address is None
+    assert config.shardkit.launch.max_restarts == (0 if engine in ("kubeflow", "jobset", "skypilot") else 3)
 
 
 def test_a_jobset_and_a_train_job(capsys):
@@ -172,6 +174,12 @@ def test_a_jobset_and_a_train_job(capsys):
         submit(capsys, "--to", "kubeflow", *IMAGE, "--option", "runtime=torch-distributed", "train.py")[0]
     )
     assert alone["spec"]["runtimeRef"] == {"name": "torch-distributed"}
+
+
+def test_a_clusters_own_runtime_leaves_restarts_to_the_launch(capsys):
+    words = [*IMAGE, "--option", "runtime=torch-distributed", "--restarts", "3"]
+    [alone] = objects(submit(capsys, "--to", "kubeflow", *words, "train.py")[0])
+    assert "max_restarts: 3\n" in alone["spec"]["trainer"]["command"][-1]
 
 
 def test_a_task_of_skypilot(capsys):
@@ -295,8 +303,10 @@ def test_the_flags_of_launch_reach_the_job(capsys, engine):
     )
     words = " ".join(text.replace("\\\n", " ").split())
     assert f"{switches} train.py --measure" in words
-    for line in ("mixed_precision: bf16", "max_restarts: 3", "fsdp_sharding_strategy: SHARD_GRAD_OP", 'show: "0"'):
+    restarts = {"kubeflow": "maxRestarts: 3", "jobset": "maxRestarts: 3", "skypilot": "max_restarts_on_errors: 3"}
+    for line in ("mixed_precision: bf16", "fsdp_sharding_strategy: SHARD_GRAD_OP", 'show: "0"'):
         assert line in text
+    assert restarts.get(engine, "max_restarts: 3") in text
 
 
 def test_flags_that_need_another_are_refused_before_a_job_is_made(capsys):

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardkit.config import files
@@ -85,6 +85,12 @@ class Job:
         if not runs_on_cpu(self.config) and self.config.gpu_ids:
             changed["gpu_ids"] = None  # they are of the machine on which the file was written
         return files.dump(files.overlaid(self.config, changed), comments=False)
+
+    @property
+    def configuration_for_restarts(self) -> str:
+        """As `configuration`, for an engine that itself starts the job again `max_restarts` times: each start of the
+        launch would have as many restarts of its own."""
+        return replace(self, config=files.overlaid(self.config, {"shardkit.launch.max_restarts": 0})).configuration
 
     def launch_words(self, config: str, more: Iterable[str] = ()) -> list[str]:
         """The `shardkit launch` command with this job's script, as shell words. `config` and `more` must be quoted."""

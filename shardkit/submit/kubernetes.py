@@ -64,7 +64,9 @@ def command(job: Job) -> list[str]:
         folder = shlex.quote(f"{job.volumes[0].path}/runs/{job.name}")
         logs = f'{folder}/"$(date +%Y%m%d-%H%M%S)-$JOB_COMPLETION_INDEX"'
     launch = job.launch_words("/tmp/shardkit.yaml", ["--logs", logs] if logs else [])
-    script = f"{configuration_file(job.configuration, '/tmp/shardkit.yaml')}\n{folded(['exec', *launch])}"
+    # A cluster's own runtime (`kubeflow.OPTIONS`) has its own rules for restarts.
+    text = job.configuration if "runtime" in job.options else job.configuration_for_restarts
+    script = f"{configuration_file(text, '/tmp/shardkit.yaml')}\n{folded(['exec', *launch])}"
     return ["bash", "-c", script.replace("$", "$$") + "\n"]
 
 

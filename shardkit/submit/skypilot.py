@@ -70,7 +70,7 @@ def render(job: Job) -> str:
         "file_mounts": {one.path: {"source": one.source, "mode": "MOUNT"} for one in job.volumes},
         "envs": dict(job.variables),
         "setup": job.options.get("setup"),
-        "run": f"{configuration_file(job.configuration, '/tmp/shardkit.yaml')}\n{launch}\n",
+        "run": f"{configuration_file(job.configuration_for_restarts, '/tmp/shardkit.yaml')}\n{launch}\n",
     }
     how = "Start it with: sky jobs launch FILE, in the folder of the script, which is uploaded."
     return f"{head(job, how)}\n" + yaml_text({name: value for name, value in task.items() if value})
