@@ -589,6 +589,24 @@ def test_a_checkpoint_of_the_scripts_own_has_whole_tensors(ranks, tmp_path):
         assert "split the object, or launch with --accelerates-meaning save, which uses torch.save" in told
 
 
+def saved_on_machines_of_two(folder, each):
+    """Every rank has a folder of its own, as if none were shared; those that have a file then."""
+    import os
+
+    from shardkit.compat.utils import save
+
+    rank = int(os.environ["RANK"])
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    (folder / f"{rank}").mkdir(parents=True)
+    save({"epoch": 1}, folder / f"{rank}" / "state.json", save_on_each_node=each)
+    return (folder / f"{rank}" / "state.json").exists()
+
+
+def test_a_file_is_written_once_or_once_a_machine(ranks, tmp_path):
+    assert ranks.run(4, saved_on_machines_of_two, tmp_path / "once", False) == [True, False, False, False]
+    assert ranks.run(4, saved_on_machines_of_two, tmp_path / "each", True) == [True, False, True, False]
+
+
 def trainers_files(folder, kind, is_new=False):
     from shardkit.compat.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 

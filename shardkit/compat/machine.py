@@ -21,7 +21,7 @@ _PACKAGES = {
     "trackio": "trackio", "transformers": "transformers", "triton": "triton", "wandb": "wandb",
     "transformer_engine": "transformer_engine", "import_timer": "import_timer",
 }  # fmt: skip
-# Not supported by shardkit, even if installed: scripts then choose another code path.
+# Not supported, or called by shardkit alone (torch_xla), even if installed: scripts then choose another code path.
 _NEVER = [
     *("deepspeed", "megatron_lm", "msamp", "pippy", "torch_xla", "npu", "mlu", "sdaa", "musa", "hpu", "neuron", "xpu"),
     *("fp8", "amdsmi", "bitsandbytes_multi_backend", "transformer_engine_mxfp8", "xccl", "cuda_ipc"),

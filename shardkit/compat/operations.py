@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit import env
 from shardkit.compat.differences import takes_back
 from shardkit.data.device import to_device
 from shardkit.distributed import collectives
@@ -251,10 +252,12 @@ def is_peft_model(model: Any) -> bool:
 
 
 def save(obj: Any, f: str | Path, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Rank 0 writes a dict of tensors as safetensors, or JSON-serializable values as JSON. With
-    `--accelerates-meaning save` it uses torch.save. Collective where tensors are sharded."""
+    """Rank 0, with `save_on_each_node` the first rank of every machine, writes a dict of tensors as safetensors, or
+    JSON-serializable values as JSON. With `--accelerates-meaning save` it uses torch.save. Collective where tensors are
+    sharded."""
     whole = objects.prepared(obj)
-    if collectives.rank() == 0:
+    here = env.ranks() if save_on_each_node else None
+    if (collectives.rank() if here is None else here.local_rank) == 0:
         if takes_back("save") and not safe_serialization:
             torch.save(whole, f)
         else:
