@@ -40,6 +40,10 @@ def complaint(text: str) -> str:
             "1:19: distributed_type: NO is one process (got num_processes 2); write FSDP, MULTI_GPU or MULTI_CPU, or",
         ),
         (
+            "distributed_type: XLA\ntpu_env: [A=, B]\n",
+            "2:10: tpu_env: is not NAME=value (got 'B'); correct it, or remove it.",
+        ),
+        (
             "fsdp_config: {fsdp_sharding_strategy: 3, fsdp_offload_params: true}\n",
             "1:63: fsdp_config.fsdp_offload_params: needs a sharding strategy (got NO_SHARD); write FULL_SHARD",
         ),

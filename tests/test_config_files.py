@@ -398,7 +398,7 @@ CONFIGS = st.builds(
     same_network=st.booleans(),
     use_cpu=st.booleans(),
     main_training_function=WORDS.filter(lambda word: word.strip() != ""),
-    tpu_env=st.lists(WORDS.filter(lambda word: word.strip() != ""), max_size=2),
+    tpu_env=st.lists(WORDS.map("A={}".format), max_size=2),
     commands=st.lists(WORDS.filter(lambda word: word.strip() != ""), max_size=2),
     tpu_name=TEXTS,
     xla_fsdp_settings=st.dictionaries(st.sampled_from(["a", "no", "b c"]), JSON, max_size=3),

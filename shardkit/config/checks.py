@@ -37,6 +37,7 @@ def problems(config: Config) -> list[Finding]:
         _texts,
         _ddp,
         _profile,
+        _variables,
     )
     return [finding for rule in rules for finding in rule(config)]
 
@@ -114,6 +115,12 @@ def _offload(config: Config) -> Iterator[Finding]:
     if config.fsdp.offload_params and config.fsdp.sharding_strategy is ShardingStrategy.NO_SHARD:
         keys = ("fsdp.offload_params", "fsdp.sharding_strategy")
         yield Finding(keys, "needs a sharding strategy (got NO_SHARD); write FULL_SHARD, or turn offload off.")
+
+
+def _variables(config: Config) -> Iterator[Finding]:
+    wrong = [line for line in config.tpu_env if not line.partition("=")[0].strip() or "=" not in line]
+    if config.mode == "xla" and wrong:
+        yield Finding(("tpu_env",), f"is not NAME=value (got {shortened(wrong[0])!r}); correct it, or remove it.")
 
 
 def _eight_bits(config: Config) -> Iterator[Finding]:

@@ -35,7 +35,7 @@ def rank_variables(
 
 def tpu_variables(config: Config) -> dict[str, str]:
     """The variables in `tpu_env`, each NAME=value."""
-    return dict(line.split("=", 1) for line in config.tpu_env if "=" in line)
+    return dict(line.split("=", 1) for line in config.tpu_env)
 
 
 def threads_of(config: Config, ranks_here: int, cores: int, inherited: Mapping[str, str]) -> int:

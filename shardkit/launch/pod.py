@@ -34,9 +34,6 @@ def problems(config: Config) -> list[str]:
         found.append(
             f"launch: tpu_vm has {len(config.tpu_vm)} machines (got num_machines {config.num_machines}); list each one."
         )
-    wrong = [line for line in config.tpu_env if "=" not in line]
-    if wrong:
-        found.append(f"launch: tpu_env: not NAME=value (got {wrong[0]}); correct it.")
     if config.command_file and not _command_file(config.command_file).is_file():
         found.append(f"launch: command_file: does not exist (got {config.command_file}); correct the path.")
     return found
