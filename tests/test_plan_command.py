@@ -22,6 +22,7 @@ from shardkit.plan.answer import Answer, PlanRequest, check_seq_len, possible_st
 from shardkit.plan.answering import SimulationOptions, answer
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
 from shardkit.plan.report import render
+from shardkit.plan.request import build, configuration
 from shardkit.plan.search import Question, find
 from shardkit.plan.suggest import changes, suggest_from
 from shardkit.sizes import read_bytes
@@ -810,3 +811,27 @@ def test_flags_that_contradict_each_other_are_refused(capsys, words):
     assert run(["plan", "gpt-175b", "--batch-size", "1", *words]) != 0
     name = words[-1].partition("=")[0]
     assert f"--set {name}: sets the same as {words[0]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "world", "per_machine", "expected"),
+    [
+        ("mixed_precision: bf16\n", 12, None, (2, 6)),
+        ("mixed_precision: bf16\n", 13, None, (13, 1)),
+        ("mixed_precision: bf16\n", 5, None, (1, 5)),
+        ("mixed_precision: bf16\n", 12, 3, (4, 3)),
+        ("num_processes: 8\nnum_machines: 2\n", 6, None, (2, 3)),
+        ("num_processes: 8\nnum_machines: 2\n", 12, None, (3, 4)),
+    ],
+)
+def test_a_world_is_on_machines_with_equal_numbers_of_ranks(tmp_path, file, world, per_machine, expected):
+    path = tmp_path / "shardkit.yaml"
+    path.write_text(file)
+    config = configuration(path, [], None, world, per_machine, None)
+    assert (config.num_machines, config.processes_per_machine) == expected
+    assert build(config, "gpt-175b", devices.DEVICES["h100-80"], per_machine=per_machine).machines == expected[0]
+
+
+def test_ranks_that_do_not_fill_the_given_machines_are_refused():
+    with pytest.raises(UsageError, match=r"--per-machine: does not divide the number of ranks \(got 8 of 12\)"):
+        configuration(None, [], None, 12, 8, None)

@@ -35,6 +35,11 @@ def configuration(
     """The file's configuration, or the defaults, with KEY=VALUE pairs, strategy and number of ranks as requested;
     without a file bf16 is assumed on all devices but CPUs. Raises UsageError and ConfigError, with all problems."""
     given = settings_from(pairs)
+    if world is not None and per_machine is not None and world > per_machine and world % per_machine:
+        raise UsageError(
+            f"--per-machine: does not divide the number of ranks (got {per_machine} of {world}), and machines have "
+            "equal numbers of them; give a divisor."
+        )
     of_world = {} if world is None else _of_world(world, per_machine or _ranks_per_machine(_resolved(path, given)))
     chosen = {
         name: of_world[name] for name in ("num_processes", *(["num_machines"] if per_machine else [])) if of_world
@@ -62,9 +67,9 @@ def _ranks_per_machine(config: Config) -> int:
 
 
 def _of_world(world: int, per_machine: int) -> dict[str, str]:
-    """The settings for so many ranks, on machines of so many."""
-    ranks = min(per_machine, world)
-    machines = world // ranks if world % ranks == 0 else 1
+    """The settings for so many ranks, on machines of so many, or of the next fewer that divide them evenly."""
+    ranks = next(each for each in range(min(per_machine, world), 0, -1) if world % each == 0)
+    machines = world // ranks
     counted = FlagValue(str(machines), f"--world {world}, in machines of {ranks}")
     found = {"num_processes": FlagValue(str(world), "--world"), "num_machines": counted}
     return found | ({"main_process_ip": "machine-0"} if machines > 1 else {})
