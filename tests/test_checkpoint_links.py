@@ -1,5 +1,6 @@
 """Folders that a script names. Links are followed and stay; the working folder is never replaced."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -78,7 +79,8 @@ def test_a_project_whose_disk_is_not_mounted_is_not_started_afresh(ranks, tmp_pa
 @pytest.fixture
 def as_in_3_14(monkeypatch):
     """From Python 3.14 on these are False where the disk does not tell."""
-    for name, function in {"exists": os.path.exists, "is_dir": os.path.isdir, "is_file": os.path.isfile}.items():
+    there = {"exists": os.path.exists, "is_dir": os.path.isdir, "is_file": os.path.isfile, "is_symlink": os.path.islink}
+    for name, function in there.items():
         monkeypatch.setattr(Path, name, lambda self, function=function: function(self))
 
 
@@ -90,6 +92,20 @@ def test_a_folder_that_the_disk_does_not_show_is_no_empty_one(as_in_3_14, tmp_pa
             look(root)
     with pytest.raises(OSError, match="File name too long"):
         retention.is_pinned(tmp_path / ("x" * 255))
+
+
+def test_a_step_that_the_disk_does_not_show_is_not_passed_over(as_in_3_14, tmp_path, monkeypatch):
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000002").touch()
+    real = os.stat
+
+    def fails(path, *words, **named):
+        if str(path).endswith("step-00000001"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *words, **named)
+
+    monkeypatch.setattr(os, "stat", fails)
+    assert [found.step for found in folder.steps(tmp_path)] == [1]
 
 
 def in_a_linked_project(project):

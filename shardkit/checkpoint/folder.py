@@ -85,7 +85,8 @@ def unreadable(place: Place, error: OSError) -> CheckpointError:
 
 
 def _on_disk(root: Path) -> list[Path]:
-    return [path for path in _entries(root) if STEP.fullmatch(path.name) and (path.is_symlink() or path.is_dir())]
+    # Not is_dir(), which from Python 3.14 on is also False where the disk does not tell.
+    return [path for path in _entries(root) if STEP.fullmatch(path.name) and (path.is_symlink() or not path.is_file())]
 
 
 def _entries(root: Path) -> list[Path]:
