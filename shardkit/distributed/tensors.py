@@ -68,6 +68,13 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
         return _plain(tensor.to_local()) if is_dtensor(tensor) else tensor.detach()
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number that is the same for tensors (or their local parts) that share memory; also where a simulation has
+    none."""
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor
+    return local.untyped_storage()._cdata
+
+
 def _plain(local: torch.Tensor) -> torch.Tensor:
     """A part that FSDP gathers in fp8 is torchao's tensor around the values: those."""
     module = sys.modules.get("torchao.float8.fsdp_utils")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
-from shardkit.distributed.tensors import is_dtensor, local_part, own_part, sharded_like, whole
+from shardkit.distributed.tensors import is_dtensor, local_part, memory_of, own_part, sharded_like, whole
 from shardkit.errors import UsageError
 from shardkit.optim.kernels import ELEMENTWISE, choose_kernels, kind_of, laid_out_as, lay_out_gradient
 from shardkit.optim.parts import like_parameter, make_gradient_plain, part_of_whole
@@ -211,7 +211,7 @@ class LocalStep:
             return value if tensor is None else part_of_whole(value, name, parameter, tensor)
         local = local_part(value)
         before, _ = known.get(id(value)) or (local, value)
-        is_same = before.data_ptr() == local.data_ptr()  # not after `value.data = ...`
+        is_same = memory_of(before) == memory_of(local)  # not after `value.data = ...`
         return self._remember(before if is_same else local, value)[0]
 
     def _sharded_form(self, value: Any, part: _Part) -> Any:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.distributed.tensors import local_part, local_slices, own_part, sharded_like, whole
+from shardkit.distributed.tensors import local_part, local_slices, memory_of, own_part, sharded_like, whole
 from shardkit.errors import UsageError
 from shardkit.sharding.parameters import IN_BACKWARD
 
@@ -35,13 +35,13 @@ class _Whole(torch.autograd.Function):
 
 
 _noted_parameters: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""The parameters of which there have been aliases, by their address."""
+"""The parameters of which there have been aliases, by their memory."""
 
 
 def note_alias(tensor: DTensor) -> None:
     """Note that the tensor has the memory of a parameter from now on, if so."""
-    parameter = _noted_parameters.get(address := tensor._local_tensor.data_ptr())
-    if parameter is not None and parameter._local_tensor.data_ptr() == address:
+    parameter = _noted_parameters.get(memory := memory_of(tensor))
+    if parameter is not None and memory_of(parameter) == memory:
         parameter._noted(tensor)
 
 
@@ -87,15 +87,15 @@ class ShardedParameter(DTensor):
         """Note something that shares the memory, as long as it exists."""
         alive = [reference for reference in vars(self).get("shardkit_aliases", ()) if reference() is not None]
         vars(self)["shardkit_aliases"] = [*alive, ref(alias)]
-        _noted_parameters[self._local_tensor.data_ptr()] = self
+        _noted_parameters[memory_of(self)] = self
         return alias
 
     def _leave_to_aliases(self) -> None:
         """Give the aliases a copy of the present values, in memory of their own."""
         found = [reference() for reference in vars(self).pop("shardkit_aliases", ())]
-        address, copied = self._local_tensor.data_ptr(), None
+        memory, copied = memory_of(self), None
         for alias in found:
-            if alias is not None and alias._local_tensor.data_ptr() == address:
+            if alias is not None and memory_of(alias) == memory:
                 copied = local_part(self).clone() if copied is None else copied
                 alias._local_tensor = copied
 
