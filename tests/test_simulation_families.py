@@ -1,5 +1,6 @@
 """Models that are more than a stack of blocks, simulated: unused branches, adapters, encoder-decoders."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
