@@ -148,6 +148,10 @@ def test_swapped_shards_and_strange_files_are_found(copy):
     refused(path, "optim/r0000[01]-of-00002.safetensors")
     first.write_bytes(data[0])
     second.write_bytes(data[1])
+    for name in (".DS_Store", "Thumbs.db", "model/desktop.ini", "model/@eaDir/x@SynoEAStream", ".ipynb_checkpoints/a"):
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(b"an operating system's")
+    checkpoints.load(prepared("plain"), path)
     (path / "model" / "extra.safetensors").write_bytes(b"")
     refused(path, "extra.safetensors: not part of this checkpoint")
 

@@ -20,6 +20,8 @@ from shardkit.storage import objects
 from shardkit.storage.url import Place, Url
 
 NAME = "MANIFEST.json"
+# What Windows and file servers add to folders that are looked at.
+_OF_SYSTEMS = {"Thumbs.db", "desktop.ini", "@eaDir"}
 FORMAT = "shardkit-checkpoint"
 VERSION = 5  # the newest version that this shardkit reads
 TAGS_VERSION = 5  # of a checkpoint with values of types that were added to `values`
@@ -291,7 +293,7 @@ def _other_size(path: Place, size: int, file: File) -> str:
 
 def strangers(folder: Path) -> list[str]:
     """Names of the files below a checkpoint's folder that are not in its manifest, or, if that is damaged, that the
-    format does not use; except hidden ones (.DS_Store, .nfs...)."""
+    format does not use; except hidden ones (.DS_Store, .nfs...) and those of operating systems."""
     files = _files_among(_below(folder))
     try:
         return _unknown(files, read(folder))
@@ -308,7 +310,7 @@ def _unknown(names: Iterable[str], manifest: Manifest) -> list[str]:
 
 
 def _not_hidden(names: Iterable[str]) -> list[str]:
-    return sorted(name for name in names if not name.rpartition("/")[2].startswith("."))
+    return sorted(name for name in names if not any(part[0] == "." or part in _OF_SYSTEMS for part in name.split("/")))
 
 
 def _below(folder: Path) -> dict[str, os.stat_result]:
