@@ -172,15 +172,15 @@ class Replica(DistributedDataParallel):
         first = self._first_node[0].grad
         if first is None or not self._settings["gradient_as_bucket_view"]:
             return
-        if self._in_buckets.get(id(first)) != first.data_ptr():  # the reducer keeps them, so an id stays its own
+        if self._in_buckets.get(id(first)) != _address(first):  # the reducer keeps them, so an id stays its own
             gradients = [p.grad for p in self._all if id(p) in self._managed and p.grad is not None]
-            self._in_buckets = {id(gradient): gradient.data_ptr() for gradient in gradients}
+            self._in_buckets = {id(gradient): _address(gradient) for gradient in gradients}
 
     def _part_from_buckets(self) -> None:
         """If a script has given gradients other memory (`p.grad.data = values`), which the reducer would go on to write
         to instead of its bucket, have it created again, with gradients apart from the buckets."""
         gradients = [p.grad for p in self._all if p.grad is not None] if self._in_buckets else []
-        if any(self._in_buckets.get(id(one), one.data_ptr()) != one.data_ptr() for one in gradients):
+        if any(self._in_buckets.get(id(one), _address(one)) != _address(one) for one in gradients):
             self._settings["gradient_as_bucket_view"] = False
             self._in_buckets, self._kinds = {}, []
 
@@ -230,6 +230,11 @@ class Replica(DistributedDataParallel):
         # torch sets zeros where there is no gradient, at the end of backward.
         without = [parameter for parameter in missing if parameter.grad is None]
         torch.autograd.Variable._execution_engine.queue_callback(partial(_drop_gradients, without))
+
+
+def _address(gradient: torch.Tensor) -> int:
+    """0 for a sparse one, which is in no bucket."""
+    return gradient.data_ptr() if gradient.layout == torch.strided else 0
 
 
 def _drop_gradients(parameters: list[nn.Parameter]) -> None:
