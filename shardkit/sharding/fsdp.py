@@ -145,9 +145,10 @@ class Carried:
         )
 
 
-_BEHAVIOURS = [random_values, numbers_of_tensors, in_place, assigned_data, reductions, copied_parts, flattened]
-_BEHAVIOURS += [pickled_parts]
-"""What sharded tensors do that torch's DTensors do not."""
+# What sharded tensors do that torch's DTensors do not.
+_BEHAVIOURS = (
+    random_values, numbers_of_tensors, in_place, assigned_data, reductions, copied_parts, flattened, pickled_parts,
+)  # fmt: skip
 
 
 def finish(model: nn.Module, units: Units, carried: Carried, config: Config, compiled: Sequence[nn.Module]) -> None:
