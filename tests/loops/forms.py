@@ -90,7 +90,7 @@ def scripted(run: Run) -> None:
     torch.manual_seed(1)
     model = layers(5, 7, 1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated since torch 2.10
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
         model = torch.jit.script(model)
     _fit(run, model)
 
