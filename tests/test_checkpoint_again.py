@@ -89,11 +89,13 @@ def summary(run, noted):
     return weights, rows, noted.value, run[2].param_groups[0]["lr"], torch.get_rng_state().tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_state_that_changed_within_a_step_is_saved(ranks, tmp_path, change):
     assert ranks.run(2, save_change_save, tmp_path, change, None, None) == [(True, True)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", [None, "named"])
 @pytest.mark.parametrize("blocking", [True, False])
 def test_equal_bytes_are_left_as_they_are(ranks, tmp_path, blocking, output):

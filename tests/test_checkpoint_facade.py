@@ -70,6 +70,7 @@ def in_parts(project, parts, workers):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("A5")
 @pytest.mark.fault_row(20)
 @pytest.mark.parametrize("parts", [(1, 3, 4), (4, 1, 3), (5, 2, 1)], ids=str)

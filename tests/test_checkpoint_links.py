@@ -30,6 +30,7 @@ def saved_and_loaded(project, output):
     return same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("there", ["an empty folder", "a checkpoint", "nothing yet", "a link to a link"])
 def test_a_link_is_followed_and_stays(ranks, tmp_path, there, world):

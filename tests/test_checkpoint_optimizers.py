@@ -181,6 +181,7 @@ def assert_close(found, expected):
             torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "has_stepped", [pytest.param(False, marks=pytest.mark.slow, id="fresh"), pytest.param(True, id="after a step")]
 )

@@ -79,6 +79,7 @@ def load_meters(project, lines=None):
 KINDS = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_rank_gets_its_own_back(ranks, tmp_path, kind, blocking):

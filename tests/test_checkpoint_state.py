@@ -57,6 +57,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("D4")
 @pytest.mark.fault_row(17)
 @pytest.mark.fault_row(18)

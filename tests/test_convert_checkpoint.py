@@ -83,6 +83,7 @@ def go_on(path, with_objects):
     return digest, train(live, 2, first=2), live.objects["counters"].value, count
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("A5")
 @pytest.mark.parametrize("save", [as_sharded, as_full, as_bare], ids=lambda save: save.__name__)
 def test_a_converted_run_goes_on(ranks, tmp_path, save, capsys):

@@ -82,6 +82,7 @@ def test_the_workers_of_a_loader_begin_with_any_default_device(alone):
         torch.set_default_device(None)
 
 
+@pytest.mark.slow
 def test_what_is_made_says_where():
     found = {
         str(path.relative_to(ROOT / "shardkit")): count

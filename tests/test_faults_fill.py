@@ -40,6 +40,7 @@ def load_with(root, fault):
     return "loaded", "", []
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(42)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("action", ["raise=EIO", "kill"])
@@ -83,6 +84,7 @@ def newest_with(root, fault):
     return found.checkpoint.manifest.step, sorted(values), [item.step for item in found.skipped]
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(42)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_newest_falls_back_to_the_one_before_as_a_whole(saved, rank):

@@ -85,6 +85,7 @@ def flips_detected(saved, kind, flips, seed):
     checkpoints.load(live, path)
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(9)
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_any_flipped_bit_is_found_and_its_file_named(saved, kind):

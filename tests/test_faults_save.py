@@ -93,6 +93,7 @@ def test_killed_at_any_point_in_the_other_kinds(tmp_path, point, mode):
     assert resumed_step(tmp_path) == (2 if point in PUBLISHED else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(3)
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("point", BOTH)
@@ -131,6 +132,7 @@ ERRORS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(14)
 @pytest.mark.fault_row(15)
 @pytest.mark.fault_row(16)
@@ -217,6 +219,7 @@ def replace_once(root, fault):
     checkpoints.save(live, root / "mine", 2, replace=True)
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(4)
 @pytest.mark.parametrize("point", ["write", "rename", "sync-root"])
 def test_a_replacement_that_dies_leaves_one_whole(tmp_path, point):

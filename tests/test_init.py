@@ -100,6 +100,7 @@ def loaded(strategy: int, folder: Path, tied: bool) -> tuple[dict[str, Any], boo
     return values(model), model.head.weight is model.embed.weight
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("A7")
 @pytest.mark.parametrize(
     ("strategy", "world", "tied", "split"),

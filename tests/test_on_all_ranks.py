@@ -95,6 +95,7 @@ def test_a_rank_that_runs_out_of_memory_alone_says_so():
     assert waiting.error is not None, "it ends with the other"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("takes_the_size", [True, False])
 def test_the_next_size_is_asked_for_once(takes_the_size):
     """Accelerate calls the function without an argument."""

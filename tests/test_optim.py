@@ -91,6 +91,7 @@ def fits(parameter: torch.Tensor, key: str, value: torch.Tensor) -> bool:
     return key == "step" or (isinstance(value, DTensor) and value.placements == parameter.placements)
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("D3")
 @pytest.mark.parametrize(
     ("warm", "tied", "strategy", "world"),

@@ -80,6 +80,7 @@ def with_state_of_one_process(kind: str, is_warm: bool, folder: Path | None) -> 
     return losses, all(isinstance(value, DTensor) for value in states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["first", "warm", "saved"])
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_the_state_of_one_process_may_be_loaded_by_hand(ranks, tmp_path, kind, how):

@@ -156,6 +156,7 @@ def distance(kind: type[Rule], strategy: int) -> float:
     return max(float((found[name.removeprefix("module.")] - p).abs().max()) for name, p in expected.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [NormsInPlace, Factored, Preconditioned, Flat, Lacking, Foreach])
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_weights_are_those_of_one_process(ranks, kind, world):

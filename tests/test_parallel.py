@@ -87,6 +87,7 @@ def held(strategy: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("A1")
 @pytest.mark.parametrize(
     ("strategy", "share", "keeps"), [(1, 4, False), (2, 4, True), (3, 1, True), (4, 2, False), (5, 2, True)]
@@ -175,6 +176,7 @@ def by_time(trace: profile) -> list[Any]:
     return sorted(trace.events(), key=lambda event: event.time_range.start)
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("A4")
 @pytest.mark.parametrize("backward", ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"])
 def test_backward_prefetch_decides_the_order(ranks, backward):

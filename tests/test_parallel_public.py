@@ -109,6 +109,7 @@ def test_prefetch_as_the_file_says(ranks, tmp_path):
     assert kinds == ["FSDP::all_gather", "FSDP::post_backward_reduce"] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("B4")
 @pytest.mark.requirement("N2")
 @pytest.mark.parametrize(("settings", "reduced"), [({}, "torch.float32"), ({"reduce_dtype": "bf16"}, "torch.bfloat16")])

@@ -107,6 +107,7 @@ def two_models_by_hand() -> list[torch.Tensor]:
     return weights_of(student) + weights_of(other)
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("N4")
 @pytest.mark.parametrize("config", BOTH)
 @pytest.mark.parametrize("zero_first", [False, True])

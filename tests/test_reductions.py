@@ -64,6 +64,7 @@ def on_ranks(strategy: int) -> dict[str, Any]:
     return results(RanksRun(accelerator=Accelerator(config=loops.config_of(strategy, loops.LOOPS["usual"]))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "strategy"),
     [(2, 1), pytest.param(3, 2, marks=pytest.mark.slow), pytest.param(4, 4, marks=pytest.mark.slow)],

@@ -112,6 +112,7 @@ def parted_replicas(folder, kind, changed, blocking):
     return [line for line in lines if "differ" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "blocking"),
     [

@@ -14,6 +14,7 @@ from shardkit.wizard.situation import Situation
 H100 = devices.DEVICES["h100-80"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [4, 26, 58, 60, 96])
 @pytest.mark.parametrize("gpus", [1, 2, 8])
 def test_the_wizard_and_the_plan_suggest_the_same(layers, gpus):

@@ -99,6 +99,7 @@ def test_another_machine_is_asked_for_its_gpus(folder):
     assert saved(folder)["num_processes"] == 4
 
 
+@pytest.mark.slow
 def test_a_slurm_job_is_recognised(folder):
     job = Scheduler("SLURM", machines=4, machine_rank=1, main_address="node03", job="17")
     hardware = Hardware(EIGHT_GPUS.devices, 64, EIGHT_GPUS.memory_bytes, job)
@@ -287,6 +288,7 @@ def test_back_at_the_first_question_asks_it_again(folder):
     assert talk(BACK * 3 + ENTER * 7) == 0
 
 
+@pytest.mark.slow
 def test_an_answer_is_changed_in_the_review_and_what_depends_on_it_is_asked(folder):
     change = "2" + ENTER + DOWN + ENTER + "4" + ENTER
     new = ENTER + "node-a" + ENTER + ENTER
@@ -317,6 +319,7 @@ def test_it_saves_elsewhere_and_refuses_a_folder_that_is_not_there(folder, capsy
     assert "-o other.yaml" in captured
 
 
+@pytest.mark.slow
 def test_quitting_writes_nothing(folder, capsys):
     assert talk(ENTER * 6 + "5" + ENTER) == 0
     assert list(folder.iterdir()) == []
@@ -471,6 +474,7 @@ def test_ctrl_c_writes_nothing_and_the_next_run_resumes(folder, capsys):
     assert talk(ENTER + STOP) == 130
 
 
+@pytest.mark.slow
 def test_the_answers_for_another_file_are_kept(folder):
     assert talk(ENTER * 2 + "4" + ENTER + STOP) == 130
     assert talk(ENTER * 7, output=Path("other.yaml")) == 0
@@ -551,6 +555,7 @@ assert "torch" not in sys.modules, "torch was loaded"
 """
 
 
+@pytest.mark.slow
 def test_the_wizards_process_does_not_load_torch(folder):
     here = Path(__file__).parent.parent
     subprocess.run(
