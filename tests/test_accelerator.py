@@ -62,6 +62,7 @@ def samples_counted(kind: str) -> list[int]:
     return counted
 
 
+@pytest.mark.slow
 def test_all_samples_are_counted_where_a_loop_reads_the_batches_of_a_step_ahead(ranks):
     for kind in ("read ahead", "after a skip", "by hand"):
         assert ranks.run(2, samples_counted, kind) == [[16, 32, 48]] * 2, kind

@@ -182,9 +182,7 @@ def assert_close(found, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "has_stepped", [pytest.param(False, marks=pytest.mark.slow, id="fresh"), pytest.param(True, id="after a step")]
-)
+@pytest.mark.parametrize("has_stepped", [pytest.param(False, id="fresh"), pytest.param(True, id="after a step")])
 @pytest.mark.parametrize(("before", "after"), [((2, "fsdp"), (2, "fsdp")), ((1, "plain"), (2, "fsdp"))], ids=str)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_resumed_run_goes_on_as_one_that_never_stopped(ranks, tmp_path, kind, before, after, has_stepped):

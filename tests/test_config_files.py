@@ -441,6 +441,7 @@ def test_reading_gives_back_what_was_written(config, comments):
     assert files.digest(loaded.config) == files.digest(config)
 
 
+@pytest.mark.slow
 @QUICK
 @given(CONFIGS)
 def test_the_settings_of_a_configuration_give_it_again(config):

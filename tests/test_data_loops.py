@@ -604,6 +604,7 @@ class Ones(Numbers):
         return torch.tensor([float(index)])
 
 
+@pytest.mark.slow
 def test_a_training_loop_that_looks_at_its_own_loader(ranks):
     for world in (1, 2, 3):
         batches = -(-40 // (4 * world))

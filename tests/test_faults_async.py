@@ -203,6 +203,7 @@ def test_without_its_self_digest_a_row_goes_red(tmp_path, monkeypatch):
     assert manifest.read(path).step == 5, "row 11 would have noticed"
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(41)
 def test_with_retention_first_a_row_goes_red(tmp_path):
     outcomes = forked.run(2, without, retention_first, save_twice, tmp_path, "sharded", "manifest:0:kill")

@@ -133,6 +133,7 @@ def refuse_to_save(project, fault):
     return found, [item.step for item in folder.steps(path.parent)]
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(42)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_mix_is_never_saved(tmp_path, rank):

@@ -95,7 +95,7 @@ def test_killed_at_any_point_in_the_other_kinds(tmp_path, point, mode):
 
 @pytest.mark.slow
 @pytest.mark.fault_row(3)
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("point", BOTH)
 def test_when_one_rank_dies_the_other_is_told_and_the_old_state_loads(tmp_path, point, rank):
     outcomes = forked.run(2, save_twice, tmp_path, "sharded", f"{point}:{rank}:kill")

@@ -82,6 +82,7 @@ def on_two_ranks() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("Z1")
 def test_strategies_and_precisions_on_two_ranks(ranks):
     expected = ["ddp 0 torch.float32", "fsdp 3 torch.float32", "fsdp 3 torch.bfloat16", "ddp 0 torch.bfloat16"]

@@ -104,7 +104,7 @@ def loaded(strategy: int, folder: Path, tied: bool) -> tuple[dict[str, Any], boo
 @pytest.mark.requirement("A7")
 @pytest.mark.parametrize(
     ("strategy", "world", "tied", "split"),
-    [(1, 2, True, False), pytest.param(4, 4, False, True, marks=pytest.mark.slow), (3, 2, True, True)],
+    [(1, 2, True, False), (4, 4, False, True), (3, 2, True, True)],
 )
 def test_each_rank_reads_its_rows(ranks, tmp_path, strategy, world, tied, split):
     expected = saved(tmp_path, tied, split)

@@ -158,7 +158,7 @@ def distance(kind: type[Rule], strategy: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [NormsInPlace, Factored, Preconditioned, Flat, Lacking, Foreach])
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, 3])
 def test_weights_are_those_of_one_process(ranks, kind, world):
     assert max(ranks.run(world, distance, kind, 1)) < 1e-5
 

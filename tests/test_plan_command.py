@@ -206,6 +206,7 @@ def test_changes_together_are_compared_with_what_was_given():
     assert "--world 64 (64 x the ranks)" in together.text
 
 
+@pytest.mark.slow
 def test_a_gpu_is_planned_as_a_gpu_with_a_file_for_the_cpu(capsys):
     Path("shardkit.yaml").write_text("distributed_type: FSDP\nuse_cpu: true\nnum_processes: 8\n")
     out = plan(capsys, "--model", "gpt-175b", "--device", "h100-80", "--batch-size", "1")

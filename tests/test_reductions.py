@@ -67,7 +67,7 @@ def on_ranks(strategy: int) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "strategy"),
-    [(2, 1), pytest.param(3, 2, marks=pytest.mark.slow), pytest.param(4, 4, marks=pytest.mark.slow)],
+    [(2, 1), (3, 2), (4, 4)],
 )
 def test_penalties_and_numbers_are_those_of_whole_tensors(ranks, world, strategy):
     expected = results(Run())

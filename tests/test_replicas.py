@@ -117,8 +117,8 @@ def parted_replicas(folder, kind, changed, blocking):
     ("kind", "blocking"),
     [
         ("SHARDED_STATE_DICT", False),
-        pytest.param("SHARDED_STATE_DICT", True, marks=pytest.mark.slow),
-        pytest.param("FULL_STATE_DICT", True, marks=pytest.mark.slow),
+        ("SHARDED_STATE_DICT", True),
+        ("FULL_STATE_DICT", True),
     ],
 )
 def test_weights_that_a_second_replica_changed_alone_are_saved_as_the_first_has_them(ranks, tmp_path, kind, blocking):

@@ -82,6 +82,7 @@ def trained() -> dict[str, Any]:
     return {"weights": whole[0], "averages": whole[1], "bytes": sizes, "refusal": refusal}
 
 
+@pytest.mark.slow
 def test_a_loss_over_tokens_and_averages_are_those_of_one_process(ranks):
     found = ranks.run(RANKS, trained)
     weights, averages = plain()

@@ -65,6 +65,7 @@ def save_and_load(root):
     return digest
 
 
+@pytest.mark.slow
 def test_two_ranks_save_and_load_what_one_rank_reads(tmp_path, root, ranks):
     digest = ranks.run(2, save_and_load, str(root))[0]
     alone = checkpoints.build("plain", seed=1)

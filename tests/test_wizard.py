@@ -76,6 +76,7 @@ def test_arrows_and_first_letters_choose_too(folder):
     assert saved(folder)["fsdp_config"]["fsdp_sharding_strategy"] == "SHARD_GRAD_OP"
 
 
+@pytest.mark.slow
 def test_on_a_cpu_it_offers_two_processes_and_no_fp16(folder):
     assert talk(ENTER * 3 + "2" + ENTER * 4, CPU_ONLY) == 0
     assert saved(folder)["use_cpu"] is True
@@ -251,6 +252,7 @@ def test_what_is_not_a_model_is_said_at_once(folder, capsys):
 # --- back, review, edit, stop, resume ---
 
 
+@pytest.mark.slow
 def test_back_shows_the_former_answer_selected(folder):
     keys = ENTER * 2 + "4" + ENTER + BACK + BACK + ENTER + ENTER + ENTER * 4
     assert talk(keys) == 0
