@@ -70,10 +70,7 @@ def cases() -> list[Case]:
 def marked_cases() -> list[Any]:
     """The quick part takes two ranks, and blocks by their class."""
     slow = {True: [], False: [pytest.mark.slow]}
-    return [
-        pytest.param(case, id=str(case), marks=slow[case.world == 2 and case.wrap in ("class", "none")])
-        for case in cases()
-    ]
+    return [pytest.param(case, id=str(case), marks=slow[case.world == 2 and case.wrap == "class"]) for case in cases()]
 
 
 def build(tied: bool, seed: int) -> nn.Module:

@@ -183,7 +183,7 @@ def fast_and_slow(name: str) -> tuple[list[float], list[float], list[str]]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in {"AdamW", "SGD"} else [pytest.mark.slow]) for name in OPTIMIZERS]
+    "name", [pytest.param(name, marks=[] if name == "AdamW" else [pytest.mark.slow]) for name in OPTIMIZERS]
 )
 def test_the_fast_path_is_taken_with_equal_results(ranks, name):
     fused = {"AdamW": "aten::_fused_adamw_", "Adam": "aten::_fused_adam_"}
