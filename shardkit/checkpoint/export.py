@@ -164,7 +164,7 @@ def begin(folder: Path, files: list[ExportFile], stem: str = "model") -> Opened:
 
 def _refuse_checkpoint(folder: Path) -> None:
     """An export into a checkpoint would replace the checkpoint's files, or add files that make it invalid."""
-    if (folder / manifest.NAME).exists() and not manifest.is_of_another_program(folder):
+    if manifest.is_checkpoint(folder):
         raise CheckpointSaveError(f"{folder}: is a checkpoint, and an export would damage it; give another folder.")
     if (around := folders.checkpoint_around(folder)) is not None:
         raise CheckpointSaveError(

@@ -31,7 +31,7 @@ def begin(url: Url, files: Sequence[ExportFile]) -> str:
     """On rank 0: the suffix for the names of several files. CheckpointSaveError if the URL is in a checkpoint."""
     for length in range(2, len(url.parts) + 1):
         place = Url(url.scheme, url.parts[:length])
-        if manifest.is_here(place) and not manifest.is_of_another_program(place):
+        if manifest.is_checkpoint(place):
             raise CheckpointSaveError(
                 f"{url}: is inside the checkpoint {place}, and an export would damage it; give another URL."
             )

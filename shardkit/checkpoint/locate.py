@@ -71,7 +71,7 @@ def _with_name(path: Place) -> Place:
 
 def _is_checkpoint(path: Place) -> bool:
     if isinstance(path, Url):
-        return manifest.is_here(path) and not manifest.is_of_another_program(path)
+        return manifest.is_checkpoint(path)
     if folder.STEP.fullmatch(path.name) and os.path.isdir(path):
         return True
     # os.path instead of Path.exists: no PermissionError here; opening the file reports it.

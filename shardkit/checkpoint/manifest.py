@@ -165,6 +165,11 @@ def is_here(folder: Place) -> bool:
     return objects.look(folder / NAME) is not None if isinstance(folder, Url) else disk.is_there(folder / NAME)
 
 
+def is_checkpoint(folder: Place) -> bool:
+    """Whether there is a manifest of shardkit, which may be damaged."""
+    return is_here(folder) and not is_of_another_program(folder)
+
+
 def is_of_another_program(folder: Place) -> bool:
     """Whether the file is undamaged JSON of another format: of a web page, say, on a disk that ignores case."""
     try:

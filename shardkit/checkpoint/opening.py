@@ -262,7 +262,7 @@ def _refuse_taken(request: SaveRequest, final: Path) -> None:
         return
     if not request.replace:
         raise FileExistsError(17, "a checkpoint with this name exists, and checkpoints are not overwritten", str(final))
-    if not (final / manifest.NAME).exists() or manifest.is_of_another_program(final):
+    if not manifest.is_checkpoint(final):
         there = "a folder with other files in it" if final.is_dir() else "a file"
         raise FileExistsError(17, f"{there}; use another name", str(final))
 
