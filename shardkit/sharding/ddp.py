@@ -180,7 +180,7 @@ class Replica(DistributedDataParallel):
         """If a script has given gradients other memory (`p.grad.data = values`), which the reducer would go on to write
         to instead of its bucket, have it created again, with gradients apart from the buckets."""
         gradients = [p.grad for p in self._all if p.grad is not None] if self._in_buckets else []
-        if any(self._in_buckets.get(id(one), _address(one)) != _address(one) for one in gradients):
+        if any(self._in_buckets.get(id(one)) not in (None, _address(one)) for one in gradients):
             self._settings["gradient_as_bucket_view"] = False
             self._in_buckets, self._kinds = {}, []
 
