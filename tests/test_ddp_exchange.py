@@ -146,3 +146,28 @@ def test_a_copy_of_a_prepared_model_has_its_own_weights(ranks, freezes):
     for found in (first, second):
         assert found["kept"] == 0 and found["outputs"] == 0 and found["before"] > 0
     assert first.get("gradient") == second.get("gradient")  # averaged over ranks, as torch's copy does
+
+
+def gradients_noted() -> list[bool]:
+    """Of each step, whether the gradients that DDP takes for views of its buckets are those of the parameters."""
+    accelerator = Accelerator(config=config_of(), gradient_accumulation_steps=2)
+    model = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(3)))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    found = []
+    for number in range(12):
+        model.module[1].requires_grad_(number < 4 or number >= 8)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((2, 5), 1.0 + number)).sum())
+            if accelerator.sync_gradients:
+                trained = {id(p): p.grad for p in model.parameters() if p.requires_grad}
+                noted = {key: gradient for key, (gradient, _) in model._in_buckets.items()}
+                found.append(noted.keys() == trained.keys() and all(noted[key] is trained[key] for key in noted))
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def test_gradients_in_buckets_are_known(ranks):
+    """Others, such as freed ones, would look as if a script had replaced them: a rank would create its reducer again,
+    alone, and all would wait for ever."""
+    assert ranks.run(2, gradients_noted) == [[True] * 6] * 2

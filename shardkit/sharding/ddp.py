@@ -52,6 +52,8 @@ class Replica(DistributedDataParallel):
     def _engage(self, model: nn.Module) -> None:
         """Create torch's reducer for the currently trainable parameters. Collective."""
         takes_attributes = vars(self).pop("_takes_attributes", False)
+        # By the id of a parameter, its gradient in the reducer's buckets and the address of that.
+        self._in_buckets: dict[int, tuple[torch.Tensor, int]] = {}
         mine = {name: value for name, value in vars(self).items() if name in _OF_EVERY_MODULE}
         for name in ("reducer", "logger", "_group_after_reducer"):  # destroying the old reducer removes its hooks
             vars(self).pop(name, None)
@@ -65,7 +67,6 @@ class Replica(DistributedDataParallel):
         # Of each parameter that torch's reducer reduces, its number there.
         trained = [p for p in self._all if p.requires_grad]
         self._managed = {id(p): number for number, p in enumerate(trained)}
-        self._in_buckets: dict[int, int] = {}
         self._first_node = trained[0], get_gradient_edge(trained[0]).node
         self.is_first_backward = True
         self._is_awaited = False  # whether torch's reducer expects a backward
@@ -116,7 +117,7 @@ class Replica(DistributedDataParallel):
             return self.module(*args, **kwargs)
         if self.is_first_backward and torch.is_grad_enabled() and (problems := refused_hooks(self.module)):
             raise ModelError("\n".join(problems))
-        if kinds != self._kinds or self._watch.has_broken_off():
+        if kinds != self._kinds or self._watch.has_broken_off() or self._has_left_buckets():
             with torch.inference_mode(False), torch.no_grad():  # a reducer made in inference mode never trains
                 self._reduce_frozen()
                 self._engage(self.module)
@@ -143,7 +144,6 @@ class Replica(DistributedDataParallel):
         no backward reached a parameter that torch's reducer expects on every rank, or the reducer saw only a part of
         one. Collective if no backward followed the last forward, or there has been none."""
         self._check_finished()
-        self._part_from_buckets()
         if self.is_first_backward or (self._is_awaited and len(self._missing) == len(self._managed)):
             take_mean_([p for p in self._all if p.grad is not None], may_be_unused=False)
         elif self._missing and not self._is_awaited and not self._may_be_unused:
@@ -168,21 +168,23 @@ class Replica(DistributedDataParallel):
             )
 
     def _note_buckets(self) -> None:
-        """Note which gradients are parts of the reducer's buckets, and their addresses, where these are new."""
-        first = self._first_node[0].grad
-        if first is None or not self._settings["gradient_as_bucket_view"]:
-            return
-        if self._in_buckets.get(id(first)) != _address(first):  # the reducer keeps them, so an id stays its own
-            gradients = [p.grad for p in self._all if id(p) in self._managed and p.grad is not None]
-            self._in_buckets = {id(gradient): _address(gradient) for gradient in gradients}
+        """Note where the gradients lie that torch's reducer has just reduced: they are views of its buckets."""
+        if self._settings["gradient_as_bucket_view"] and len(self._in_buckets) < len(self._managed):
+            for parameter in self._all:
+                gradient, number = parameter.grad, id(parameter)
+                if number in self._managed and gradient is not None and gradient.layout == torch.strided:
+                    self._in_buckets[number] = gradient, gradient.data_ptr()
 
-    def _part_from_buckets(self) -> None:
-        """If a script has given gradients other memory (`p.grad.data = values`), which the reducer would go on to write
-        to instead of its bucket, have it created again, with gradients apart from the buckets."""
-        gradients = [p.grad for p in self._all if p.grad is not None] if self._in_buckets else []
-        if any(self._in_buckets.get(id(one)) not in (None, _address(one)) for one in gradients):
-            self._settings["gradient_as_bucket_view"] = False
-            self._in_buckets, self._kinds = {}, []
+    def _has_left_buckets(self) -> bool:
+        """Whether a script has given gradients other memory (`p.grad.data = values`), which torch's reducer would go on
+        to write to instead of its bucket. Then a new reducer is needed, whose buckets are apart from the gradients."""
+        views = self._in_buckets
+        if torch.is_grad_enabled() and not self._has_rebuilt_buckets:  # this forward may replace the buckets
+            self._in_buckets = {}
+        if all(gradient.data_ptr() == address for gradient, address in views.values()):
+            return False
+        self._settings["gradient_as_bucket_view"] = False
+        return True
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         if self.modules_buffers:  # torch raises an internal error if the model had buffers and has none any more
@@ -200,7 +202,6 @@ class Replica(DistributedDataParallel):
 
     def _after_backward(self, arrived: list[torch.Tensor]) -> None:
         self.is_first_backward = False
-        self._note_buckets()
         if self.require_backward_grad_sync:
             self._reduce_rest(arrived)
         for call in self.at_end_of_backward:
@@ -218,6 +219,7 @@ class Replica(DistributedDataParallel):
             self._is_awaited = False
             if self._missing and not self._may_be_unused:
                 self._finish_reducer()
+            self._note_buckets()
         take_mean_([p for p in left_out if p.requires_grad], self._may_be_unused)
 
     def _finish_reducer(self) -> None:
@@ -230,11 +232,6 @@ class Replica(DistributedDataParallel):
         # torch sets zeros where there is no gradient, at the end of backward.
         without = [parameter for parameter in missing if parameter.grad is None]
         torch.autograd.Variable._execution_engine.queue_callback(partial(_drop_gradients, without))
-
-
-def _address(gradient: torch.Tensor) -> int:
-    """0 for a sparse one, which is in no bucket."""
-    return gradient.data_ptr() if gradient.layout == torch.strided else 0
 
 
 def _drop_gradients(parameters: list[nn.Parameter]) -> None:

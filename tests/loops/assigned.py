@@ -94,6 +94,28 @@ def gradients_assigned(run: Run) -> None:
         run.see_mean(loss)
 
 
+@loop(accumulation=2)
+def gradients_assigned_at_any_time(run: Run) -> None:
+    """After an evaluation, twice, before a gradient is used up, and in a window."""
+    model, optimizer = started(run)
+    for step in range(8):
+        with run.accumulate(model):
+            loss = loss_of(model, run.batch(step))
+            run.backward(loss)
+            if step % 3 == 0:
+                evaluate(run, model)
+            for p in model.parameters():
+                if run.is_step and step != 3:
+                    p.grad.data = p.grad.data.clamp(-0.01, 0.02) + 0.01 * p.data
+                    p.grad.data = p.grad.data * 2
+            if step == 5:
+                run.see_mean(loss_of(model, run.batch(99)))
+            if run.is_step:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=step < 4)
+            run.see_mean(loss)
+
+
 @loop()
 def state_of_the_optimizer_assigned(run: Run) -> None:
     model, optimizer = started(run)
