@@ -153,9 +153,9 @@ def test_check_says_what_a_script_names_and_starts_nothing(tmp_path):
     dry = launch(tmp_path, ("-n", "2", "--dry-run"), str(tmp_path / "bad"))
     assert "note: bad.py:1: before prepare a loader's length counts the batches of all ranks" in dry.stderr
     wrong = subprocess.run(
-        [*words[:4], "--check", "--accelerates-meaning", "clocks", "bad.py"],
+        [*words[:4], "--check", "--accelerates-meaning", "clocks", "--accelerates-meaning=moon,save", "bad.py"],
         cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ),
     )  # fmt: skip
     assert wrong.returncode == 2
     assert "--as-accelerate is missing (got --check, --accelerates-meaning)" in wrong.stderr
-    assert "unknown value (got clocks); use scheduler, position, save" in wrong.stderr
+    assert "unknown value (got clocks, moon); use scheduler, position, save" in wrong.stderr

@@ -61,11 +61,11 @@ AsAccelerate = Annotated[
     typer.Option("--as-accelerate", help="Replace accelerate by shardkit.compat, in the script and in libraries."),
 ]
 AcceleratesMeaning = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--accelerates-meaning",
         metavar="WORDS",
-        help="With --as-accelerate: use Accelerate's behavior for these (scheduler, position, save).",
+        help="With --as-accelerate: use Accelerate's behavior for these (scheduler, position, save); repeatable.",
     ),
 ]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one value; repeatable.")]

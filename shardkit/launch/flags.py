@@ -118,9 +118,10 @@ class Switches:
         return [*self.given, ",".join(self.meaning)] if self.meaning else self.given
 
 
-def words_in(text: str | None) -> tuple[str, ...]:
-    """The words of a flag with a list, `a,b`."""
-    return tuple(text.replace(" ", "").split(",")) if text else ()
+def words_in(texts: Sequence[str] | None) -> tuple[str, ...]:
+    """The words of a flag with a list, `a,b`, which may be repeated; each once."""
+    words = [word for text in texts or () for word in text.replace(" ", "").split(",")]
+    return tuple(dict.fromkeys(filter(None, words)))
 
 
 def read_all(
