@@ -28,10 +28,11 @@ GPU_ONLY ?=
 export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test test-fast test-faults test-loops test-compat test-families test-storage test-slurm test-ray test-oldest test-newest test-xla test-openreg gpu lint format docs clean
 
+# --no-compile: Python compiles what it imports; all of it would take half of the time.
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[test]'
 	touch $@
 
 demo: .venv/.ready
