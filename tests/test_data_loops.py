@@ -194,6 +194,26 @@ def test_an_epoch_that_could_not_begin_begins_again_where_it_should(epochs):
     assert lists(loader) == epochs[1][2:]
 
 
+class OneIsCorrupt(Numbers):
+    def __getitem__(self, index):
+        if index == 9:
+            raise ValueError("corrupt\nmore of it")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_loop_that_goes_on_after_an_error_of_the_data_does_not_end_as_if_its_epoch_were_over(workers):
+    """torch's own iterator gives the batch after the one that failed."""
+    batches = iter(prepared(dataset=OneIsCorrupt(20), num_workers=workers))
+    assert lists(islice(batches, 2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(ValueError, match="corrupt"):
+        next(batches)
+    with pytest.raises(UsageError, match=r"ended with an error .* \(got ValueError: (corrupt|Cau)"):
+        next(batches)
+    ended = iter(prepared(dataset=Numbers(4)))
+    assert lists(ended) == [[0, 1, 2, 3]] and lists(ended) == []
+
+
 def test_an_epoch_named_by_hand(loader, epochs):
     for epoch in (2, 0, 0, 3):
         loader.set_epoch(epoch)

@@ -4,8 +4,7 @@ prepare_loader(DataLoader) -> PreparedLoader      the same batches as before, th
 loader.state_dict()                               the position, in samples over all ranks
 """
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from inspect import signature
 from typing import Any, Literal
@@ -16,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from shardkit.data.agreement import agreed_seed, own_seed
 from shardkit.data.device import to_device
-from shardkit.data.loop import Loop
-from shardkit.data.position import EPOCH_IS_OVER, Position, facts_of, misfit, saved_position
+from shardkit.data.loop import Batches, Loop
+from shardkit.data.position import EPOCH_IS_OVER, Position, facts_of, misfit, saved_position, storable
 from shardkit.data.sources import Source, batch_sampler_of, batch_size_of, layout_of, source_of
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
@@ -93,6 +92,9 @@ class PreparedLoader:
         self._facts = facts_of(source.dataset, source.dataset_length, source.split, source.sampler)
 
     def __iter__(self) -> Iterator[Any]:
+        return Batches(self._batches())
+
+    def _batches(self) -> Generator[Any, None, None]:
         if self.before_loop is not None and (before_loop := self.before_loop()) is not None:
             before_loop(self)
         is_moved = self._is_positioned
@@ -344,7 +346,7 @@ class PreparedLoader:
             "seed": self._seed,
             "purpose": self._purpose,
             "global_batch": self.total_batch_size,
-            "dataset": position.dataset if _is_jsonable(position.dataset) else None,
+            "dataset": storable(position.dataset),
             **self._facts,
         }
 
@@ -390,11 +392,3 @@ def active_loader(loaders: Iterable[PreparedLoader]) -> PreparedLoader | None:
     return max(
         (loader for loader in loaders if loader.is_iterating), key=lambda loader: loader.last_yield, default=None
     )
-
-
-def _is_jsonable(value: Any) -> bool:
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
-        return False
-    return True

@@ -1,6 +1,7 @@
 """One iteration over a prepared loader: its position, its current batch, and what optimizer steps have used."""
 
 from collections import deque
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -16,6 +17,37 @@ from shardkit.errors import UsageError
 _yields = count(1)
 MOST_READ = 1024
 """Batches read ahead that are counted; micro-batches of a step are fewer."""
+
+
+class Batches:
+    """The iterator of a loop. After an error it raises UsageError, where a generator would take its epoch for ended: a
+    script that catches errors of single batches would lose the rest, and wait with fewer batches than other ranks."""
+
+    def __init__(self, batches: Generator[Any, None, None]) -> None:
+        self._batches = batches
+        self._error: str | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._error is not None:
+            raise UsageError(
+                f"data: this loop has ended with an error and has no more batches (got {self._error}); catch errors in "
+                "the dataset or in collate_fn, and return another sample there, so that all ranks have equally many "
+                "batches."
+            )
+        try:
+            return next(self._batches)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self._error = "{}: {}".format(type(error).__name__, str(error).partition("\n")[0])
+            raise
+
+    def close(self) -> None:
+        """Leaves the loop, as `break` does."""
+        self._batches.close()
 
 
 @dataclass

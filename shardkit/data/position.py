@@ -1,5 +1,6 @@
 """Positions in the data, and whether a saved one is valid for the data at hand."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,15 @@ def saved_position(state: Mapping[str, Any]) -> Position:
     if not state["samples_seen"]:
         return Position(int(state["epoch"]))
     return Position(int(state["epoch"]), int(state["samples_seen"]), state.get("dataset"), order_of(state))
+
+
+def storable(dataset_state: Any) -> Any:
+    """The dataset's own state, where it consists of JSON values; else None, and the position is reached by reading."""
+    try:
+        json.dumps(dataset_state, allow_nan=False)
+    except (TypeError, ValueError):
+        return None
+    return dataset_state
 
 
 def order_of(state: Mapping[str, Any]) -> str:
