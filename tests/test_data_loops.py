@@ -560,6 +560,30 @@ def test_a_stream_that_is_moved_by_hand_is_brought_back_first(kind):
     assert lists(loader) == second
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Numbers, ShuffledFlow])
+def test_loops_inside_a_loop_with_workers_that_persist(kind):
+    """torch's persistent workers serve one loop: a second one takes them from the first."""
+    options = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 1}
+    epochs = [lists(alone := prepared(dataset=kind(20), num_workers=1)), *(lists(alone) for _ in range(2))]
+    loader, outer, inner = prepared(dataset=kind(20), **options), [], []
+    for number, batch in enumerate(loader):
+        outer.append(batch.tolist())
+        if number == 1:
+            looked = next(iter(loader)).tolist()
+        elif number in (2, 4):
+            inner.append(lists(loader))
+    assert (outer, looked, *inner) == (epochs[0], epochs[1][0], epochs[2], lists(alone))
+    assert lists(loader) == epochs[1]
+    pairs = zip(loader, loader, strict=True)
+    assert [(one.tolist(), other.tolist()) for one, other in pairs] == list(zip(epochs[2], inner[1], strict=True)), (
+        "after epoch 1 come 2 and 3"
+    )
+    kept = iter(loader)
+    next(kept)
+    assert len(lists(loader)) == len(lists(kept)) + 1 == 5
+
+
 def test_a_data_set_whose_state_needs_arguments_is_skipped_through():
     class Needs(FlowWithState):
         def state_dict(self, samples, from_beginning):

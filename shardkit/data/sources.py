@@ -25,7 +25,7 @@ from shardkit.data.position import EPOCH_IS_OVER, Position
 from shardkit.data.sampler import Drawn
 from shardkit.data.shares import BatchLayout, Share, number_of_batches, with_last
 from shardkit.data.stream import CountingCollate, Stream, end_together, split_of
-from shardkit.data.workers import Indices, StartWorker, batches_of
+from shardkit.data.workers import Indices, StartWorker, batches_of, of_one_loop
 from shardkit.distributed.seed import stream_seed
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
@@ -195,7 +195,7 @@ class StreamSource:
         self.total_batch_size = layout.global_batch
         self.dataset_length = self.units = sampler.length_of(loader.dataset)
         self.stream, self._is_moved = Stream(loader.dataset, self.layout), False
-        if loader.num_workers:
+        if loader.persistent_workers:
             self.stream.share_start()
         collate = CountingCollate(loader.collate_fn, is_batched=loader.batch_size is not None)
         size = None if loader.batch_size is None else own_size
@@ -206,14 +206,16 @@ class StreamSource:
         if start.dataset == EPOCH_IS_OVER:
             return
         seed_of_rank = _seed_of_rank(seed, start.epoch, self._rank)
-        self.loader.generator.manual_seed(seed_of_rank)
+        loader = of_one_loop(self.loader, dataset=self.stream.of_one_loop())
+        loader.generator.manual_seed(seed_of_rank)
+        stream: Any = loader.dataset
         own_samples = start.samples // self._parts
-        self.stream.start_at(stream_seed(seed, start.epoch), seed_of_rank, start.epoch, own_samples, self._is_moved)
-        self.stream.saved, self._is_moved = start.dataset, False
+        stream.start_at(stream_seed(seed, start.epoch), seed_of_rank, start.epoch, own_samples, self._is_moved)
+        stream.saved, self._is_moved = start.dataset, False
         if start.samples and start.dataset is None:
             log.info(f"data: skipping {start.samples:,} samples of the stream to reach the saved position.")
         # The snapshot is taken before the look-ahead to the next batch, so it belongs to this batch.
-        batches = with_last((batch, self.stream.snapshot) for batch in batches_of(self.loader))
+        batches = with_last((batch, stream.snapshot) for batch in batches_of(loader))
         if self._parts == 1:
             for (batch, state), is_last in batches:
                 if batch.problem:
@@ -302,21 +304,22 @@ def _sampled(
     the loop; the shares say which batch is the last."""
     handed_out: deque[Share] = deque()
     seed_of_rank = _seed_of_rank(seed, start.epoch, source.layout.rank)
-    source.loader.generator.manual_seed(seed_of_rank)
+    loader = of_one_loop(source.loader)
+    loader.generator.manual_seed(seed_of_rank)
 
     def indices() -> Iterator[Any]:
         position = start.samples
         for share in own:
             handed_out.append(share)
             batch = list(share.items)
-            if source.loader.num_workers:
+            if loader.num_workers:
                 batch = Indices(batch)
                 batch.seed = stream_seed(seed_of_rank, position)
             position += share.samples
             yield batch if queue.yields_lists else batch[0]
 
     queue.indices = indices()
-    for number, batch in enumerate(batches_of(source.loader)):
+    for number, batch in enumerate(batches_of(loader)):
         share, first = handed_out.popleft(), None if number else _first_of(order)
         yield Piece(batch, share.samples, share.is_padded, share.is_last, first=first, batches=share.batches)
 

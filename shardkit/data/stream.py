@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import islice
@@ -83,6 +83,7 @@ class Stream(IterableDataset):
         self._beginning: tuple[Any] | None = None
         self._was_left = False
         self._start = torch.zeros(5, dtype=torch.int64, device="cpu")
+        self._is_start_shared = False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "dataset":
@@ -92,12 +93,23 @@ class Stream(IterableDataset):
     def share_start(self) -> None:
         """Puts what `start_at` sets into shared memory, where persistent workers see the new values."""
         self._start.share_memory_()
+        self._is_start_shared = True
+
+    def of_one_loop(self) -> "Stream":
+        """The stream for workers that serve one loop: they do not see where later loops start."""
+        own = copy(self)
+        own._is_start_shared, own._beginning = False, None
+        return own
 
     def start_at(self, seed: int, seed_of_rank: int, epoch: int, samples: int, is_moved: bool) -> None:
         """Sets where the next iteration starts. `seed`: for the dataset's random draws in this epoch; `seed_of_rank`:
         for those of collating in workers; both below 2**63. `is_moved`: the position does not follow the last
         iteration, so the dataset is reset to its beginning."""
-        self._start.copy_(torch.tensor([seed, seed_of_rank, epoch, samples, is_moved], device="cpu"))
+        start = torch.tensor([seed, seed_of_rank, epoch, samples, is_moved], device="cpu")
+        if self._is_start_shared:
+            self._start.copy_(start)
+        else:
+            self._start = start  # a new one: workers of an earlier loop may be yet to read theirs
         self._tell_epoch(epoch)
 
     def _tell_epoch(self, epoch: int) -> None:

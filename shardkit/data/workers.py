@@ -4,6 +4,7 @@ import atexit
 import signal
 import weakref
 from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from shardkit.distributed.seed import set_seed
 from shardkit.launch import signals
 
 _ITERATORS: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_SERVING: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Those with persistent workers from which a loop is reading."""
 
 
 @atexit.register  # runs before multiprocessing's function, which was registered earlier and kills the workers
@@ -38,8 +41,30 @@ class StartWorker:
             self._user_init(worker)
 
 
+def of_one_loop(loader: DataLoader, **own: Any) -> DataLoader:
+    """The loader for a loop that begins; while another loop is reading from its persistent workers, which can serve
+    only one, a copy with workers of its own, and with the attributes in `own`."""
+    if getattr(loader, "_iterator", None) not in _SERVING:
+        return loader
+    beside = copy(loader)
+    vars(beside).update(own, persistent_workers=False, _iterator=None)
+    return beside
+
+
 def batches_of(loader: DataLoader) -> Iterator[Any]:
     """The loader's batches, from workers that ignore stop signals."""
+    iterator = _iterator(loader)
+    if not loader.persistent_workers:
+        yield from iterator
+        return
+    _SERVING.add(iterator)
+    try:
+        yield from iterator
+    finally:
+        _SERVING.discard(iterator)
+
+
+def _iterator(loader: DataLoader) -> Iterator[Any]:
     if not loader.num_workers:
         return _begun(loader)
     # Workers inherit the mask, so that no signal kills one before StartWorker has run.
