@@ -7,9 +7,17 @@ from collections import Counter
 from itertools import combinations, count, islice, pairwise
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from shardkit.data.loader import prepare_loader
 from shardkit.data.permutation import SHORT, Permutation
@@ -18,7 +26,20 @@ from shardkit.data.skipping import skip_first_batches
 from shardkit.distributed.seed import stream_seed
 from shardkit.errors import CheckpointError
 from tests.golden import positions
-from tests.loaders import CPU, Chance, Numbers, Pairs, Reversed, distributed, flat, moved, prepared, run
+from tests.loaders import (
+    CPU,
+    Backwards,
+    Chance,
+    Numbers,
+    Pairs,
+    Reversed,
+    batch_sampled,
+    distributed,
+    flat,
+    moved,
+    prepared,
+    run,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 LONG = [SHORT, 100_003, 2**17, 250_000]
@@ -224,6 +245,49 @@ def test_what_a_sampler_draws_is_a_function_of_seed_and_epoch_whatever_the_loop_
     state = random.getstate()
     flat(prepared(sampler=Chance()))
     assert random.getstate() == state
+
+
+class OwnGenerator(Backwards):
+    """Shuffles with numpy's generator."""
+
+    def __init__(self):
+        self.generator = numpy.random.default_rng(0)
+
+    def __iter__(self):
+        return iter(self.generator.permutation(40).tolist())
+
+
+class Generates(Backwards):
+    def generator(self):
+        yield from range(40)
+
+    def __iter__(self):
+        return self.generator()
+
+
+class Fresh(Backwards):
+    @property
+    def generator(self):
+        return torch.Generator().manual_seed(1)
+
+    def __iter__(self):
+        return iter(torch.randperm(40, generator=self.generator).tolist())
+
+
+class RankOfItsOwn(Backwards):
+    num_replicas = 1
+
+    @property
+    def rank(self):
+        return 0
+
+
+@pytest.mark.parametrize("kind", [OwnGenerator, Generates, Fresh, RankOfItsOwn])
+def test_names_that_samplers_have_for_things_of_their_own(kind):
+    expected = list(kind())
+    assert run(2, make=lambda rank, world: prepared(rank, world, sampler=kind()))[0] == expected
+    batches = type("Own", (BatchSampler,), {})(kind(), 4, False)
+    assert run(1, make=batch_sampled, sampler=batches)[0] == expected
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -17,10 +17,12 @@ from shardkit.errors import UsageError
 
 
 def generator_of(loader: Any) -> torch.Generator | None:
-    """The generator that the user gave to the loader, prepared or not, or to its sampler."""
+    """The generator that the user gave to the loader, prepared or not, or to its sampler. Samplers of the script may
+    name another thing so: numpy's generator, or a method."""
     batches = batch_sampler_of(loader)
     holders = (loader, loader.sampler, batches, getattr(batches, "sampler", None))
-    return next((found for one in holders if (found := getattr(one, "generator", None)) is not None), None)
+    named = (getattr(one, "generator", None) for one in holders)
+    return next((found for found in named if isinstance(found, torch.Generator)), None)
 
 
 def own_seed(loader: DataLoader, seed: int | None, number: int) -> int:

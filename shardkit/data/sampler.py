@@ -146,7 +146,7 @@ class _Share:
     def __init__(self, sampler: Any, seed: int, ranked: Any, rank: int | None) -> None:
         self._sampler = sampler
         self._random = PrivateRandom(seed)
-        holders = [one for one in (sampler, getattr(sampler, "sampler", None)) if hasattr(one, "generator")]
+        holders = [one for one in (sampler, getattr(sampler, "sampler", None)) if _takes_generator(one)]
         self._own: list[tuple[Any, str, Any]] = [(holder, "generator", _seeded(seed)) for holder in holders]
         if ranked is not None:
             self._own.append((ranked, "rank", rank))
@@ -157,6 +157,17 @@ class _Share:
             if self._iterator is None:
                 self._iterator = items_of(self._sampler)
             return list(islice(self._iterator, count))
+
+
+def _takes_generator(sampler: Any) -> bool:
+    """Whether it has a place for one of torch's generators. Others, such as numpy's, are the sampler's own."""
+    own = getattr(sampler, "generator", 0)
+    return (own is None or isinstance(own, torch.Generator)) and _is_settable(sampler, "generator")
+
+
+def _is_settable(holder: Any, name: str) -> bool:
+    of_class = getattr(type(holder), name, None)
+    return not isinstance(of_class, property) or of_class.fset is not None
 
 
 def items_of(iterable: Iterable[Any]) -> Iterator[Any]:
@@ -188,10 +199,12 @@ def _attributes(values: list[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def ranked_part(sampler: Any) -> Any:
-    """The sampler that already shards over ranks, as DistributedSampler does: this one, or the one inside a batch
-    sampler; None if there is none."""
-    parts = (sampler, getattr(sampler, "sampler", None))
-    return next((one for one in parts if hasattr(one, "num_replicas") and hasattr(one, "rank")), None)
+    """The sampler that already shards over ranks, as DistributedSampler does, by a rank that can be set: this one, or
+    the one inside a batch sampler; None if there is none."""
+    for one in (sampler, getattr(sampler, "sampler", None)):
+        if hasattr(one, "num_replicas") and hasattr(one, "rank") and _is_settable(one, "rank"):
+            return one
+    return None
 
 
 def shares_in(sampler: Any) -> int:
