@@ -30,6 +30,7 @@ from tests.loaders import (
     CPU,
     Backwards,
     Chance,
+    Flow,
     Numbers,
     Pairs,
     Reversed,
@@ -245,6 +246,48 @@ def test_what_a_sampler_draws_is_a_function_of_seed_and_epoch_whatever_the_loop_
     state = random.getstate()
     flat(prepared(sampler=Chance()))
     assert random.getstate() == state
+
+
+class SeededOnce(Backwards):
+    """Has a generator of its own, seeded when it is made."""
+
+    def __init__(self):
+        self.own = random.Random(5)
+
+    def __iter__(self):
+        return iter(self.own.sample(range(40), 40))
+
+
+def seeded_once(rank, world):
+    return prepared(rank, world, sampler=SeededOnce())
+
+
+def test_a_sampler_is_read_once_for_an_epoch_also_if_resumed_or_skipped_in():
+    first = list(SeededOnce())
+    before, state = run(2, make=seeded_once, stop=2)
+    assert before + run(1, state, make=seeded_once)[0] == first
+    assert flat(skip_first_batches(seeded_once(0, 1), 3)) == first[12:]
+    _, state = run(1, make=seeded_once, stop=10)
+    loader = moved(seeded_once(0, 1), state)
+    assert (flat(loader), flat(loader)) == ([], first), "the epoch that is over is not drawn"
+
+
+@pytest.mark.parametrize("batches", [6, 7, 9])
+def test_more_batches_may_be_skipped_than_a_short_epoch_has(batches):
+    rest = list(range(24, 26)) if batches == 6 else []
+    for options in ({"sampler": range(26)}, {"sampler": Short()}, {"dataset": Flow(26)}, {"dataset": Numbers(26)}):
+        loader = skip_first_batches(prepared(**options), batches)
+        assert flat(loader) == rest
+        assert (loader.epoch, flat(loader)) == (1, list(range(26)))
+    fours = [list(range(begin, min(begin + 4, 26))) for begin in range(0, 26, 4)]
+    assert flat(skip_first_batches(batch_sampled(0, 1, fours), batches)) == rest
+
+
+class Short(Sampler):
+    """Has no length."""
+
+    def __iter__(self):
+        return iter(range(26))
 
 
 class OwnGenerator(Backwards):

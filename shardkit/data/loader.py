@@ -134,12 +134,7 @@ class PreparedLoader:
 
     def _is_over(self, position: Position) -> bool:
         """Whether the position's epoch has no batches left."""
-        if position.dataset == EPOCH_IS_OVER:
-            return True
-        if not position.samples or self._source.units is None:
-            return False
-        start = Position(position.epoch, order=position.order)
-        return position.samples >= self._source.samples_in(self._seed, start, len(self))
+        return position.dataset == EPOCH_IS_OVER or self._source.is_over(self._seed, position)
 
     def _after(self, position: Position) -> Position:
         """Where to start from a restored position whose epoch is over."""
@@ -305,7 +300,7 @@ class PreparedLoader:
 
     def _skip(self, start: Position, batches: int) -> None:
         samples = self._source.samples_in(self._seed, start, batches) if batches else 0
-        self._move_to(replace(start, samples=samples))
+        self._move_to(replace(start, samples=samples, may_exceed=True))
         self._skipped = batches
 
     def pass_finished_epoch(self) -> None:

@@ -10,7 +10,7 @@ from shardkit.data.sampler import COMPUTED, DRAWN_WHOLE, ORDERS
 
 EPOCH_IS_OVER = "epoch is over"
 """Stored in place of a stream's own state after the last batch of an epoch: datasets reset there, so their state would
-mean the start of the epoch."""
+mean the start of the epoch. Of a map-style dataset too, so that its sampler need not be read to know it."""
 
 REMEDIES = (
     "load_state_dict(state, restart_epoch=True) to restart the epoch, or load_state(..., data_position=False) to "
@@ -20,12 +20,14 @@ REMEDIES = (
 
 @dataclass(frozen=True)
 class Position:
-    """A position in the data, in samples over all ranks; `dataset` is the dataset's own state, where it has one."""
+    """A position in the data, in samples over all ranks; `dataset` is the dataset's own state, where it has one.
+    `may_exceed`: the script has skipped so many samples, and an epoch may have fewer."""
 
     epoch: int = 0
     samples: int = 0
     dataset: Any = None
     order: str = COMPUTED
+    may_exceed: bool = False
 
 
 def saved_position(state: Mapping[str, Any]) -> Position:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardkit.data.position import Position
 from shardkit.data.sampler import Drawn, Indexed
 from shardkit.errors import CheckpointError, ShardkitError, UsageError
 
@@ -69,16 +70,16 @@ def _shares_of_positions(length: int, start: int, layout: BatchLayout) -> Iterat
         yield Share(part, len(batch), is_padded, is_last=number == batches - 1)
 
 
-def shares_of_drawn(order: Drawn, start: int, layout: BatchLayout) -> Iterator[Share]:
+def shares_of_drawn(order: Drawn, start: Position, layout: BatchLayout) -> Iterator[Share]:
     """The same for a custom sampler, which is read one global batch ahead."""
-    _refuse_if_short(order, start, order.skip(start))
+    _refuse_if_short(order, start, order.skip(start.samples))
     batches = iter(partial(order.take, layout.global_batch), [])
     for batch, is_last in with_last(_whole(batches, layout.global_batch) if layout.drop_last else batches):
         part, is_padded = split(batch, layout, spare=order.first)
         yield Share(part, len(batch), is_padded, is_last)
 
 
-def shares_of_batches(order: Drawn, start: int, layout: BatchLayout) -> Iterator[Share]:
+def shares_of_batches(order: Drawn, start: Position, layout: BatchLayout) -> Iterator[Share]:
     """The same for a custom batch sampler: a global batch is world_size of its batches, one for each rank."""
     groups = _groups(order, start, layout.global_batch)
     for group, is_last in with_last(_whole(groups, layout.global_batch) if layout.drop_last else groups):
@@ -86,7 +87,7 @@ def shares_of_batches(order: Drawn, start: int, layout: BatchLayout) -> Iterator
         yield Share(list(part[0]), sum(map(len, group)), is_padded, is_last, len(group))
 
 
-def shares_of_each_batch(order: Drawn, start: int, layout: BatchLayout) -> Iterator[Share]:
+def shares_of_each_batch(order: Drawn, start: Position, layout: BatchLayout) -> Iterator[Share]:
     """The same with split_batches: every batch of the batch sampler is a global batch, and is split."""
     for (batch,), is_last in with_last(_groups(order, start, 1)):
         if len(batch) % layout.world_size and not is_last:
@@ -132,18 +133,18 @@ def number_of_batches(samples: int, layout: BatchLayout) -> int:
     return max(0, samples // size if layout.drop_last else -(-samples // size))
 
 
-def _groups(order: Drawn, start: int, size: int) -> Iterator[list[Sequence[Any]]]:
+def _groups(order: Drawn, start: Position, size: int) -> Iterator[list[Sequence[Any]]]:
     """Groups of `size` batches, after the first `start` samples; the rest of a batch that contains the position comes
     first."""
-    _refuse_if_short(order, start, order.skip_samples(start))
+    _refuse_if_short(order, start, order.skip_samples(start.samples))
     yield from iter(partial(order.take, size), [])
 
 
-def _refuse_if_short(order: Drawn, start: int, skipped: int) -> None:
-    if skipped < start:
+def _refuse_if_short(order: Drawn, start: Position, skipped: int) -> None:
+    if skipped < start.samples and not start.may_exceed:
         raise CheckpointError(
-            f"data: {order.name} ended after {skipped:,} samples, before the saved position (got {start:,}); it is not "
-            "the sampler that the checkpoint was made with."
+            f"data: {order.name} ended after {skipped:,} samples, before the saved position (got {start.samples:,}); "
+            "it is not the sampler that the checkpoint was made with."
         )
 
 

@@ -68,8 +68,13 @@ class Source(Protocol):
         """This rank's batches from a position to the end of its epoch. `is_moved`: the position was set, and does not
         follow the batches read before."""
 
+    def is_over(self, seed: int, position: Position) -> bool:
+        """Whether no batches come after a position that was not saved at a last batch; False where only reading the
+        sampler or the stream would tell. (One with a private generator would then give another order.)"""
+
     def samples_in(self, seed: int, start: Position, batches: int) -> int:
-        """Number of samples in the first `batches` global batches of the position's epoch."""
+        """Number of samples in the first `batches` global batches of the position's epoch; maybe more where only
+        reading would tell its end."""
 
     def __len__(self) -> int: ...
 
@@ -127,20 +132,28 @@ class SampledSource:
         self.loader = _rebuilt(loader, **self._indices.as_argument())
 
     def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
+        if start.dataset == EPOCH_IS_OVER:
+            return iter(())
         order = self._order(seed, start)
         if isinstance(order, Drawn):
-            own_shares = shares.shares_of_drawn(order, start.samples, self.layout)
+            own_shares = shares.shares_of_drawn(order, start, self.layout)
         else:
             own_shares = shares.shares_of_indexed(order, start.samples, self.layout)
         return _sampled(self, self._indices, order, own_shares, seed, start)
 
+    def is_over(self, seed: int, position: Position) -> bool:
+        known = self._known_order(seed, position) if position.samples else None
+        return known is not None and not number_of_batches(known.length - position.samples, self.layout)
+
     def samples_in(self, seed: int, start: Position, batches: int) -> int:
-        wanted, order = batches * self.total_batch_size, self._order(seed, start)
-        return order.skip(wanted) if isinstance(order, Drawn) else min(wanted, order.length)
+        wanted, known = batches * self.total_batch_size, self._known_order(seed, start)
+        return wanted if known is None else min(wanted, known.length)
 
     def _order(self, seed: int, start: Position) -> sampler.Indexed | Drawn:
-        known = sampler.indexed(self._sampler, seed, start.epoch, start.order)
-        return known or _draw(self._sampler, seed, start, self.layout)
+        return self._known_order(seed, start) or _draw(self._sampler, seed, start, self.layout)
+
+    def _known_order(self, seed: int, position: Position) -> sampler.Indexed | None:
+        return sampler.indexed(self._sampler, seed, position.epoch, position.order)
 
     def __len__(self) -> int:
         return number_of_batches(len(self._sampler) * sampler.shares_in(self._sampler), self.layout)
@@ -165,9 +178,14 @@ class BatchSampledSource:
         self.loader = _rebuilt(loader, **self._indices.as_argument())
 
     def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
+        if start.dataset == EPOCH_IS_OVER:
+            return iter(())
         order = self._order(seed, start)
-        own_shares = self._shares_of(order, start.samples, self.layout)
+        own_shares = self._shares_of(order, start, self.layout)
         return _sampled(self, self._indices, order, own_shares, seed, start)
+
+    def is_over(self, seed: int, position: Position) -> bool:
+        return False
 
     def samples_in(self, seed: int, start: Position, batches: int) -> int:
         order, size = self._order(seed, start), self.layout.global_batch
@@ -210,7 +228,9 @@ class StreamSource:
         loader.generator.manual_seed(seed_of_rank)
         stream: Any = loader.dataset
         own_samples = start.samples // self._parts
-        stream.start_at(stream_seed(seed, start.epoch), seed_of_rank, start.epoch, own_samples, self._is_moved)
+        stream.start_at(
+            stream_seed(seed, start.epoch), seed_of_rank, start.epoch, own_samples, self._is_moved, start.may_exceed
+        )
         stream.saved, self._is_moved = start.dataset, False
         if start.samples and start.dataset is None:
             log.info(f"data: skipping {start.samples:,} samples of the stream to reach the saved position.")
@@ -226,6 +246,9 @@ class StreamSource:
             for (batch, state), is_last, last_samples in end_together(batches, lambda value: value[0].samples):
                 samples = last_samples if is_last else batch.samples * self._parts
                 yield Piece(batch.value, samples, False, is_last, EPOCH_IS_OVER if is_last else state)
+
+    def is_over(self, seed: int, position: Position) -> bool:
+        return False
 
     def samples_in(self, seed: int, start: Position, batches: int) -> int:
         return batches * self.total_batch_size
@@ -321,7 +344,8 @@ def _sampled(
     queue.indices = indices()
     for number, batch in enumerate(batches_of(loader)):
         share, first = handed_out.popleft(), None if number else _first_of(order)
-        yield Piece(batch, share.samples, share.is_padded, share.is_last, first=first, batches=share.batches)
+        after = EPOCH_IS_OVER if share.is_last else None
+        yield Piece(batch, share.samples, share.is_padded, share.is_last, after, first, share.batches)
 
 
 def _refuse_own_end(loader: DataLoader) -> None:

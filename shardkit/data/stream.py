@@ -82,7 +82,7 @@ class Stream(IterableDataset):
         """The dataset's own state after the newest chunk; only without workers."""
         self._beginning: tuple[Any] | None = None
         self._was_left = False
-        self._start = torch.zeros(5, dtype=torch.int64, device="cpu")
+        self._start = torch.zeros(6, dtype=torch.int64, device="cpu")
         self._is_start_shared = False
 
     def __getattr__(self, name: str) -> Any:
@@ -101,11 +101,13 @@ class Stream(IterableDataset):
         own._is_start_shared, own._beginning = False, None
         return own
 
-    def start_at(self, seed: int, seed_of_rank: int, epoch: int, samples: int, is_moved: bool) -> None:
+    def start_at(
+        self, seed: int, seed_of_rank: int, epoch: int, samples: int, is_moved: bool, may_exceed: bool
+    ) -> None:
         """Sets where the next iteration starts. `seed`: for the dataset's random draws in this epoch; `seed_of_rank`:
         for those of collating in workers; both below 2**63. `is_moved`: the position does not follow the last
-        iteration, so the dataset is reset to its beginning."""
-        start = torch.tensor([seed, seed_of_rank, epoch, samples, is_moved], device="cpu")
+        iteration, so the dataset is reset to its beginning. `may_exceed`: as in `Position`."""
+        start = torch.tensor([seed, seed_of_rank, epoch, samples, is_moved, may_exceed], device="cpu")
         if self._is_start_shared:
             self._start.copy_(start)
         else:
@@ -117,7 +119,7 @@ class Stream(IterableDataset):
             self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Counted]:
-        seed, seed_of_rank, epoch, samples, is_moved = self._start.tolist()
+        seed, seed_of_rank, epoch, samples, is_moved, may_exceed = self._start.tolist()
         worker = get_worker_info()
         number_of_workers, own_number = (worker.num_workers, worker.id) if worker else (1, 0)
         if worker is not None and not hugging_face.is_stream(self.dataset):
@@ -125,7 +127,7 @@ class Stream(IterableDataset):
             self._tell_epoch(epoch)
         randomness = PrivateRandom(seed)
         with randomness, _no_workers():
-            source = self._source(samples, bool(is_moved), is_worker=worker is not None)
+            source = self._source(samples, bool(is_moved), bool(may_exceed), is_worker=worker is not None)
         for number, chunk in enumerate(self._chunks(source, randomness, is_worker=worker is not None)):
             if number % number_of_workers != own_number:
                 continue
@@ -157,7 +159,7 @@ class Stream(IterableDataset):
                 self.snapshot = deepcopy(self.dataset.state_dict())
             yield chunk
 
-    def _source(self, samples: int, is_moved: bool, is_worker: bool) -> Iterator[Any]:
+    def _source(self, samples: int, is_moved: bool, may_exceed: bool, is_worker: bool) -> Iterator[Any]:
         """The dataset's iterator from the position on: by the saved state, which is used once, or by skipping.
 
         Workers skip: most are created again for every epoch, and would always find the state that they started from.
@@ -173,13 +175,13 @@ class Stream(IterableDataset):
             if saved is not None:
                 self.dataset.load_state_dict(saved)
                 return items_of(self.dataset)
-        return self._skipped(samples)
+        return self._skipped(samples, may_exceed)
 
-    def _skipped(self, start: int) -> Iterator[Any]:
+    def _skipped(self, start: int, may_exceed: bool) -> Iterator[Any]:
         """The dataset's iterator, past the first `start` samples."""
         source = items_of(self.dataset)
         skipped = sum(1 for _ in islice(source, start))
-        if skipped < start:
+        if skipped < start and not may_exceed:
             raise CheckpointError(
                 f"data: the stream of {type(self.dataset).__name__} ended after {skipped:,} samples, before the "
                 f"position to begin at (got {start:,}); use the data that the checkpoint was made with, or skip fewer "
