@@ -218,6 +218,30 @@ def test_a_state_that_goes_on_changing_is_copied():
     assert run(2, dataset=LiveState(26), stop=1)[1]["dataset"] == {"position": 8}
 
 
+class TakesState(LiveState):
+    """Goes on with the dict that it is given."""
+
+    def load_state_dict(self, state):
+        self.live = state
+        super().load_state_dict(state)
+
+
+def test_a_state_that_the_dataset_goes_on_with_is_still_the_position():
+    loader = prepared(dataset=TakesState(26))
+    for _ in loader:
+        loader.note_step()
+        state = loader.state_dict()
+        break
+    loader = prepared(dataset=TakesState(26))
+    loader.load_state_dict(state)
+    batches = iter(loader)
+    next(batches)
+    next(batches)  # no step has used them
+    assert loader.state_dict()["dataset"] == state["dataset"] == {"position": 4}
+    batches.close()
+    assert run(1, loader.state_dict(), dataset=FlowWithState(26))[0] == list(range(4, 26))
+
+
 class DrawnOrder(FlowWithState):
     """Draws its order when an epoch starts, and keeps how far it is in it."""
 

@@ -173,7 +173,7 @@ class Stream(IterableDataset):
             elif saved is None and (is_moved or (is_worker and self._was_left)):
                 self.dataset.load_state_dict(deepcopy(self._beginning[0]))
             if saved is not None:
-                self.dataset.load_state_dict(saved)
+                self.dataset.load_state_dict(deepcopy(saved))  # it may change the dict, which is still the position
                 return items_of(self.dataset)
         return self._skipped(samples, may_exceed)
 
