@@ -176,6 +176,47 @@ def test_an_error_inside_the_loop_leaves_it_where_it_is(loader, epochs):
     assert flat(moved(loader, {**loader.state_dict(), "epoch": 0, "samples_seen": 16})) == list(chain(*epochs[0][4:]))
 
 
+@pytest.mark.parametrize("dataset", [Numbers(), ShuffledFlow()])
+def test_a_loop_without_training_over_a_loader_that_is_trained_on_is_no_epoch(dataset):
+    """An accuracy on the training data, or a look at a batch, before or after each epoch, maybe on one rank only."""
+    shuffle = isinstance(dataset, Numbers)
+    other = prepared(dataset=dataset, shuffle=shuffle)
+    epochs = [lists(other) for _ in range(4)]
+
+    def trained(loader, stop=10):
+        given = []
+        for batch in loader:
+            given.append(batch.tolist())
+            loader.note_step()
+            if len(given) == stop:
+                break
+        return given
+
+    loader = prepared(dataset=dataset, shuffle=shuffle)
+    assert trained(loader) == epochs[0]
+    for epoch in (1, 2):
+        assert lists(loader) == epochs[epoch] and loader.epoch == epoch
+        assert next(iter(loader)).tolist() == epochs[epoch][0]
+        assert place(loader) == (epoch, 0) == used(loader)
+        assert trained(loader, 10 if epoch == 1 else 4) == epochs[epoch][: 10 if epoch == 1 else 4]
+    state = loader.state_dict()
+    assert used(loader) == (2, 16)
+    loader = moved(prepared(dataset=dataset, shuffle=shuffle), state)
+    assert next(iter(loader)).tolist() == epochs[2][4]
+    assert used(loader) == place(loader) == (2, 16)
+    assert trained(loader) == epochs[2][4:]
+    skip_first_batches(loader, 3)
+    next(iter(loader))
+    assert trained(loader) == epochs[3][3:]
+    loader.set_epoch(1)
+    next(iter(loader))
+    assert trained(loader) == epochs[1]
+
+
+def used(loader):
+    return loader.state_dict()["epoch"], loader.state_dict()["samples_seen"]
+
+
 class FailsOnce(Numbers):
     has_failed = False
 

@@ -64,7 +64,8 @@ class PreparedLoader:
 
     Iterating runs one epoch, or the rest of one after `load_state_dict` or `skip_first_batches`. An epoch that is left
     with `break` is over: the next iteration starts the next one, as with any DataLoader. A nested loop over the same
-    loader runs its own epoch and does not move the outer one.
+    loader runs its own epoch and does not move the outer one. A loop over a training loader without a backward or a
+    step, such as an evaluation on the training data, does not count: the next one starts where it did.
 
     The saved position may differ from the current one: see `state_dict`.
     """
@@ -114,7 +115,7 @@ class PreparedLoader:
     def _begin(self) -> Loop:
         """A loop from the current position."""
         outer, start = self._loop, self._next
-        left_out = 0
+        left_out, start_is = 0, (self._is_positioned, self._is_restored, self._skipped)
         if self._is_positioned:
             left_out = start.samples // self.total_batch_size if self._is_restored else 0
             if self._is_restored and self._is_over(start):
@@ -130,7 +131,7 @@ class PreparedLoader:
             outer = None  # an iterator that the script keeps but does not read: other loops finish between its batches
         if outer is None:
             self._next = self._used = start
-        return Loop(start, outer, restored_batches=left_out)
+        return Loop(start, outer, restored_batches=left_out, start=start, start_is=start_is)
 
     def _is_over(self, position: Position) -> bool:
         """Whether the position's epoch has no batches left."""
@@ -159,6 +160,9 @@ class PreparedLoader:
             return
         self._loop = None
         if not self._is_positioned and loop.position.epoch >= self._next.epoch:
+            if self._purpose == "training" and loop.was_a_look:
+                self._next, (self._is_positioned, self._is_restored, self._skipped) = loop.start, loop.start_is
+                return
             has_failed = not loop.last_yield and not loop.is_finished
             self._next, self._is_positioned = loop.position, has_failed
         if loop.is_finished:
@@ -207,6 +211,11 @@ class PreparedLoader:
     def take_trained(self, micro_batches: int) -> int | None:
         """As `Loop.take_trained`; None outside of loops."""
         return None if self._loop is None else self._loop.take_trained(micro_batches)
+
+    def note_backward(self) -> None:
+        """Notes a backward, of the current batch."""
+        if self._loop is not None:
+            self._loop.is_trained_on = True
 
     @property
     def batch_samples(self) -> int:

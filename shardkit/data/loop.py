@@ -89,6 +89,11 @@ class Loop:
     """Batches of its epoch that a restored position has left out; 0 once a micro-batch has used one of its batches."""
     yielded: int = 0
     """Number of its batches so far."""
+    is_trained_on: bool = False
+    """Whether there was a backward."""
+    start: Position = field(default_factory=Position)
+    start_is: tuple[bool, bool, int] = (False, False, 0)
+    """Whether the start was set, and restored by `load_state_dict`; the number of batches skipped by hand."""
     _first_tensors: list[ReferenceType[torch.Tensor]] = field(default_factory=list)
     """The tensors of its first batch, where it began at a restored position."""
     _is_first_dropped: bool = False
@@ -120,6 +125,14 @@ class Loop:
             self._to_train = [*self._read][-micro_batches:]
             self._read.clear()
         return self._to_train.pop() if self._to_train else None
+
+    @property
+    def was_a_look(self) -> bool:
+        """Whether neither a backward nor a step has used its batches. (One that has dropped all batches after a
+        restored position, or after those skipped by hand, counts as an epoch.)"""
+        is_restored = self.start_is[1]
+        is_rest = self.is_finished and (is_restored or self.start.samples > 0)
+        return self.yielded > 0 and not (is_rest or self.is_trained_on or self.steps)
 
     @property
     def has_wasted_rest(self) -> bool:
