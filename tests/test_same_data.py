@@ -151,6 +151,28 @@ def test_items_that_differ_between_ranks_are_an_error_before_the_first_step(rank
         assert texts[0] == ""
 
 
+def first_gathers(name: str, method: str) -> str:
+    """The error of this rank in an evaluation without steps; empty where there is none."""
+    accelerator = Accelerator(config={"use_cpu": True})
+    loader = accelerator.prepare(STREAMS_AND_ORDERS[name]())
+    try:
+        for batch in loader:
+            getattr(accelerator, method)(batch)
+    except UsageError as error:
+        return str(error)
+    finally:
+        accelerator.free_memory()
+    return ""
+
+
+@pytest.mark.parametrize("name", ["a stream by RANK", "a whole stream", "a stream by RANK, declared"])
+def test_items_that_differ_between_ranks_are_an_error_in_an_evaluation_alone(ranks, name):
+    for method in ("gather", "gather_for_metrics"):
+        texts = ranks.run(2, first_gathers, name, method)
+        is_wrong = name == "a stream by RANK"
+        assert [text.startswith("data: the dataset or sampler of prepared") for text in texts] == [is_wrong] * 2, texts
+
+
 def test_items_are_different_only_if_no_field_is_the_same():
     one = fields_of([(number, f"/a/{number}", object()) for number in range(20)])
     same = fields_of([(number, f"/b/{number}", object()) for number in range(20)])

@@ -21,6 +21,7 @@ class Communication(Topology):
         Has no gradients; docs/concepts/loops.md says how a loss over all ranks' samples gets them."""
         self._run.refuse_if_left("gather")
         self._run.accumulation.boundaries.note_meeting()
+        self._run.same_data.check_gathered()
         return collectives.gather(tensor)
 
     @eager
@@ -31,6 +32,7 @@ class Communication(Topology):
         """
         self._run.refuse_if_left("gather_for_metrics")
         self._run.accumulation.boundaries.note_meeting()
+        self._run.same_data.check_gathered()
         if not use_gather_object and (short := padding.short_batch(self._run.loaders, input_data)) is not None:
             found = collectives.gather_repeated(input_data, *short)
             if found is not None:

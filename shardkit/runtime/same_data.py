@@ -13,8 +13,8 @@ from shardkit.log import get_logger
 
 log = get_logger(__name__)
 
-# Equal losses in so many steps. One is no sign: a head that begins with zeros gives every sample the same loss, and a
-# warmup that begins with zero keeps it for another step.
+# Steps, and gathers, in which data are compared. Equal losses in one step are no sign: a head that begins with zeros
+# gives every sample the same loss, and a warmup that begins with zero keeps it for another step.
 CHECKED_STEPS = 3
 
 
@@ -23,7 +23,7 @@ class SameData:
 
     def __init__(self, loaders: Sequence[PreparedLoader], control: ControlGroup) -> None:
         self._loaders, self._control = loaders, control
-        self._left = CHECKED_STEPS if control.world_size > 1 else 0
+        self._left = self._left_gathers = CHECKED_STEPS if control.world_size > 1 else 0
         self._loss: torch.Tensor | None = None
         self._losses: list[float | None] = []
 
@@ -38,9 +38,8 @@ class SameData:
         losses in each of the first steps. Collective in these steps."""
         if not self._left:
             return
-        if problem := self._control.decide([loader.first for loader in self._loaders], _difference):
-            raise UsageError(problem)
         self._left -= 1
+        self._refuse_different()
         self._losses.append(None if self._loss is None else float(self._loss))
         self._loss = None
         if self._left == 0 and self._control.decide(self._losses, _are_equal) and self._control.rank == 0:
@@ -51,6 +50,16 @@ class SameData:
                 "and right.)",
                 CHECKED_STEPS,
             )
+
+    def check_gathered(self) -> None:
+        """The same error, for loops without steps: called where ranks gather values. Collective in the first ones."""
+        if self._left_gathers:
+            self._left_gathers -= 1
+            self._refuse_different()
+
+    def _refuse_different(self) -> None:
+        if problem := self._control.decide([loader.first for loader in self._loaders], _difference):
+            raise UsageError(problem)
 
 
 def _are_equal(losses: list[list[float | None]]) -> bool:
