@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import time
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from itertools import accumulate, chain, cycle, islice, product
 
@@ -726,6 +726,49 @@ def one_ahead(accelerator, first, second):
     return found
 
 
+class Encoding(UserDict):
+    """As Transformers' BatchEncoding."""
+
+    def to(self, device):
+        self.data = {name: value.to(device) for name, value in self.data.items()}
+        return self
+
+
+def batches_as(kind, accelerator):
+    """The same two loaders, with batches of this kind, and what takes the numbers out of a batch."""
+    collate, numbers = {
+        "encoding": (lambda found: Encoding(x=torch.stack(found)), lambda batch: batch["x"]),
+        "data class": (lambda found: Example(torch.stack(found)), lambda batch: batch.x),
+    }[kind]
+    loaders = [DataLoader(data, batch_size=4, collate_fn=collate) for data in (Numbers(24), Numbers(17))]
+    return (*accelerator.prepare(*loaders), numbers)
+
+
+def encodings_one_ahead(accelerator, first, second, kind="encoding"):
+    _, second, numbers = batches_as(kind, accelerator)
+    found, batches = [], iter(second)
+    batch = next(batches)
+    while batch is not None:
+        following = next(batches, None)
+        found.append(accelerator.gather_for_metrics(numbers(batch)))
+        batch = following
+    return found
+
+
+def data_classes_one_ahead(*given):
+    return encodings_one_ahead(*given, kind="data class")
+
+
+def encodings_of_a_zip(accelerator, first, second, kind="encoding"):
+    first, second, numbers = batches_as(kind, accelerator)
+    pairs = zip(first, second, strict=False)
+    return [accelerator.gather_for_metrics(numbers(part)) for pair in pairs for part in pair]
+
+
+def data_classes_of_a_zip(*given):
+    return encodings_of_a_zip(*given, kind="data class")
+
+
 def predictions_inside(accelerator, first, second):
     return [accelerator.gather_for_metrics(x * 2) // 2 for _ in islice(first, 2) for x in second]
 
@@ -799,6 +842,10 @@ def values_that_differ_are_not_cut(accelerator, first, second):
         (objects_of_each_sample, [*range(100, 117)]),
         (both_of_a_zip, [*range(24), *range(100, 117)]),
         (one_ahead, [*range(100, 117)]),
+        (encodings_one_ahead, [*range(17)]),
+        (data_classes_one_ahead, [*range(17)]),
+        (encodings_of_a_zip, [*range(24), *range(17)]),
+        (data_classes_of_a_zip, [*range(24), *range(17)]),
         (predictions_inside, [*range(100, 117)] * 2),
     ],
 )

@@ -8,10 +8,10 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from shardkit.data.position import Position
 from shardkit.data.sources import Piece
+from shardkit.distributed.collectives import leaves
 from shardkit.errors import UsageError
 
 _yields = count(1)
@@ -163,7 +163,7 @@ class Loop:
 
     def given(self, batch: Any) -> Any:
         """The batch, with its tensors and length noted."""
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        tensors = list(_tensors_in(batch))
         self.tensors = [ref(tensor) for tensor in tensors]
         if self.yielded == 1 and self.restored_batches:
             self._first_tensors = self.tensors
@@ -172,3 +172,13 @@ class Loop:
         lengths = {tensor.size(0) for tensor in tensors if tensor.dim()}  # len() fails for nested tensors
         self.local_samples = lengths.pop() if len(lengths) == 1 else None
         return batch
+
+
+def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors in dicts, lists and tuples, and those that are attributes of objects in them, such as data
+    classes."""
+    for leaf in leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__"):
+            yield from (value for value in vars(leaf).values() if isinstance(value, torch.Tensor))

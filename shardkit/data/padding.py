@@ -5,9 +5,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from shardkit.data.loader import PreparedLoader, active_loader
+from shardkit.distributed.collectives import leaves
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 
@@ -21,7 +21,7 @@ def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool
     loaders alternate and the batch is ambiguous.
     """
     loaders = list(loaders)
-    is_list = as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(given))
+    is_list = as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves(given))
     size = _samples_in(given, is_list)
     ended = [loader for loader in loaders if not loader.is_iterating]
     if ahead := [loader for loader in ended if _is_of(given, loader)]:  # the loop is one batch ahead of `given`
@@ -50,11 +50,11 @@ def short_batch(loaders: Iterable[PreparedLoader], given: Any) -> tuple[int, int
     candidates = _read_in_turns(loaders)
     if len(candidates) != 1:
         return None
-    loader, leaves = candidates[0], tree_leaves(given)
+    loader, tensors = candidates[0], leaves(given)
     whole = loader.batch_size
-    if whole is None or loader.batch_samples >= loader.total_batch_size or not leaves:
+    if whole is None or loader.batch_samples >= loader.total_batch_size or not tensors:
         return None
-    is_whole = all(isinstance(leaf, torch.Tensor) and leaf.shape == (whole,) for leaf in leaves)
+    is_whole = all(isinstance(leaf, torch.Tensor) and leaf.shape == (whole,) for leaf in tensors)
     return (loader.local_samples or 0, loader.batch_samples) if is_whole else None
 
 
@@ -92,14 +92,14 @@ def _read_in_turns(loaders: Iterable[PreparedLoader]) -> Sequence[PreparedLoader
 def _is_of(given: Any, loader: PreparedLoader) -> bool:
     """Whether `given` contains a tensor of the loader's current batch."""
     batch = {id(tensor) for tensor in loader.batch_tensors()}
-    return any(id(leaf) in batch for leaf in tree_leaves(given))
+    return any(id(leaf) in batch for leaf in leaves(given))
 
 
 def _samples_in(given: Any, is_list: bool) -> int | None:
     """This rank's samples: the length of a list of objects, else of the tensors; None where these differ."""
     if is_list:
         return len(given) if isinstance(given, list) else None
-    sizes = {leaf.size(0) for leaf in tree_leaves(given) if leaf.dim()}
+    sizes = {leaf.size(0) for leaf in leaves(given) if leaf.dim()}
     return sizes.pop() if len(sizes) == 1 else None
 
 
