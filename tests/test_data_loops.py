@@ -27,12 +27,14 @@ from torch.utils.data import (
 )
 
 from shardkit import Accelerator
+from shardkit.data import padding
 from shardkit.data.device import to_device
 from shardkit.data.loader import prepare_loader
 from shardkit.data.skipping import skip_first_batches
 from shardkit.errors import UsageError
 from tests.golden.positions import KINDS
 from tests.loaders import CPU, Flow, FlowWithState, Numbers, ShuffledFlow, flat, moved, prepared, run
+from tests.ranks import log_lines
 
 
 def lists(batches):
@@ -852,6 +854,34 @@ def values_that_differ_are_not_cut(accelerator, first, second):
 def test_samples_for_metrics_are_those_of_their_own_loader(ranks, loop, expected):
     for found in ranks.run(2, gathered, loop):
         assert sorted(found) == sorted(expected)
+
+
+def gathered_after_the_loop(samples):
+    """The warnings, with predictions of all batches; and with those of other loaders since."""
+    padding._warn_of_ended_loop.cache_clear()
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "MULTI_CPU"})
+    loader, other = accelerator.prepare(DataLoader(Numbers(samples), batch_size=4), DataLoader(Numbers(8)))
+    with log_lines("shardkit.data") as lines:
+        predictions = torch.cat([batch * 2 for batch in loader])
+        for _ in other:
+            accelerator.gather_for_metrics(predictions)
+            break
+        assert not lines
+        for _ in range(2):
+            for _batch in other:
+                found = [prediction * 2 for prediction in loader]
+                accelerator.gather_for_metrics(torch.zeros(1))
+                accelerator.gather_for_metrics(torch.cat(found))
+    accelerator.free_memory()
+    return lines
+
+
+def test_values_of_a_whole_loop_gathered_after_it_are_told_to_have_the_padding(ranks):
+    for lines in ranks.run(2, gathered_after_the_loop, 13):
+        (line,) = lines
+        assert line.startswith("gather_for_metrics: called after the loop with the values of all its batches")
+    assert ranks.run(2, gathered_after_the_loop, 12) == [[], []]
+    assert ranks.run(1, gathered_after_the_loop, 13) == [[]]
 
 
 def repeated_losses_of_uneven_batches(samples):

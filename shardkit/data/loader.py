@@ -204,9 +204,9 @@ class PreparedLoader:
         return [tensor for tensor in found if tensor is not None]
 
     @property
-    def last_remainder(self) -> int:
-        """As `remainder`, for the last batch of the loop that has ended."""
-        return self._ended.batch_samples if self._ended is not None and self._ended.is_padded else -1
+    def ended(self) -> Loop | None:
+        """The loop that was the last to end."""
+        return self._ended
 
     def take_trained(self, micro_batches: int) -> int | None:
         """As `Loop.take_trained`; None outside of loops."""

@@ -68,6 +68,8 @@ class Loop:
     """The value of the yield counter, shared by all loaders, when the loop began."""
     local_samples: int | None = None
     """Samples in this rank's current batch; None where its tensors have different lengths."""
+    local_total: int = 0
+    """Samples of this rank in all its batches so far, as far as their numbers are known."""
     tensors: list[ReferenceType[torch.Tensor]] = field(default_factory=list)
     """The tensors of this rank's current batch."""
     first: list[str] | None = None
@@ -171,6 +173,7 @@ class Loop:
             self._is_first_dropped = all(tensor() is None for tensor in self._first_tensors)
         lengths = {tensor.size(0) for tensor in tensors if tensor.dim()}  # len() fails for nested tensors
         self.local_samples = lengths.pop() if len(lengths) == 1 else None
+        self.local_total += self.local_samples or 0
         return batch
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shardkit.data.loader import PreparedLoader, active_loader
+from shardkit.data.loop import Loop
 from shardkit.distributed.collectives import leaves
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
@@ -23,9 +24,10 @@ def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool
     loaders = list(loaders)
     is_list = as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves(given))
     size = _samples_in(given, is_list)
-    ended = [loader for loader in loaders if not loader.is_iterating]
-    if ahead := [loader for loader in ended if _is_of(given, loader)]:  # the loop is one batch ahead of `given`
-        return _real(ahead[0], ahead[0].last_remainder, size, is_list)
+    ended = [(loader, loader.ended) for loader in loaders if not loader.is_iterating]
+    for loader, loop in ended:
+        if loop is not None and _is_of(given, loader):  # the loop is one batch ahead of `given`
+            return _real(loader, loop.batch_samples if loop.is_padded else -1, size, is_list)
     candidates = _read_in_turns(loaders)
     known = [loader for loader in candidates if _is_of(given, loader)]
     possible = known or [loader for loader in candidates if _may_be_of(size, loader)]
@@ -38,6 +40,10 @@ def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool
         )
     if candidates and not possible and any(loader.remainder >= 0 for loader in candidates):
         _warn_of_other_length()
+    newest = active_loader(loaders)
+    since = 0 if newest is None else newest.last_yield
+    if not known and any(loop is not None and loop.last_yield > since and _is_whole(size, loop) for _, loop in ended):
+        _warn_of_ended_loop()
     return next(iter(found), None)
 
 
@@ -79,6 +85,11 @@ def _may_be_of(size: int | None, loader: PreparedLoader) -> bool:
     return size is None or loader.local_samples in (None, size) or loader.batches is not None
 
 
+def _is_whole(size: int | None, loop: Loop) -> bool:
+    """Whether so many samples may be all of a loop that has ended with a padded batch, with those of the padding."""
+    return loop.is_padded and size is not None and size == loop.local_total
+
+
 def _read_in_turns(loaders: Iterable[PreparedLoader]) -> Sequence[PreparedLoader]:
     """The active loader, and those read alternately with it, as by zip. An outer loop has yielded no batch since the
     inner one began."""
@@ -108,4 +119,12 @@ def _warn_of_other_length() -> None:
     log.warning(
         "gather_for_metrics: the last batch is padded, but the input has a different length, so no padding is "
         "dropped; pass one value per sample."
+    )
+
+
+@cache
+def _warn_of_ended_loop() -> None:
+    log.warning(
+        "gather_for_metrics: called after the loop with the values of all its batches, of which the last was padded: "
+        "the samples that fill it up are counted too; call it inside the loop, once for each batch."
     )
