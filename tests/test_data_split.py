@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from shardkit import Accelerator, ProjectConfiguration
 from shardkit.data.loader import prepare_loader
@@ -235,6 +235,42 @@ def subset(rank, world_size):
     return Subset(Numbers(), range(rank, 40, world_size))
 
 
+class Transformed(Dataset):
+    """As scripts wrap the parts of random_split, to transform them differently."""
+
+    def __init__(self, part):
+        self.part, self.labels = part, ["a", "b"]
+
+    def __len__(self):
+        return len(self.part)
+
+    def __getitem__(self, index):
+        return -self.part[index]
+
+
+def subset_inside(rank, world_size):
+    return ConcatDataset([Transformed(subset(rank, world_size)), Numbers(4)])
+
+
+def same_subset_inside(rank, world_size):
+    return ConcatDataset([Transformed(same_subset(rank, world_size)), Numbers(4)])
+
+
+def warnings_of_tensors(kind):
+    own = torch.randperm(40, generator=torch.Generator().manual_seed(dist.get_rank()))[:20]
+    data = {"own": (own,), "own, same labels": (own, torch.zeros(20)), "same": (torch.arange(20),)}[kind]
+    with log_lines("shardkit.data") as lines:
+        prepare_loader(DataLoader(TensorDataset(*data), batch_size=4), dist.get_rank(), dist.get_world_size(), CPU, 7)
+    return lines
+
+
+def test_tensors_that_each_rank_has_split_by_itself_are_told(ranks):
+    (text,), others = ranks.run(2, warnings_of_tensors, "own")
+    assert text.startswith("data: the tensors of a TensorDataset are not the same on all ranks") and not others
+    assert ranks.run(2, warnings_of_tensors, "same") == [[], []]
+    assert ranks.run(2, warnings_of_tensors, "own, same labels") == [[], []], "one field may be a path, or a noise"
+
+
 def same_subset(rank, world_size):
     return Subset(Numbers(), range(0, 40, world_size))
 
@@ -251,7 +287,11 @@ def rows_of_rank(rank, world_size):
 
 @pytest.mark.parametrize(
     ("whole", "part"),
-    [(same_subset, subset), pytest.param(rows, rows_of_rank, marks=[needs_datasets, pytest.mark.slow])],
+    [
+        (same_subset, subset),
+        (same_subset_inside, subset_inside),
+        pytest.param(rows, rows_of_rank, marks=[needs_datasets, pytest.mark.slow]),
+    ],
 )
 def test_a_data_set_that_each_rank_has_split_is_refused_on_all(ranks, whole, part):
     ranks.run(2, refused, part, "prepare: the dataset is another part or order of the data on each rank")

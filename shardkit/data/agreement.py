@@ -1,11 +1,12 @@
 """What ranks agree on when a loader is prepared: one seed, and that all of them read the same data."""
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from shardkit.data import hugging_face
 from shardkit.data.first_items import COMPARED, are_different, fields_of
@@ -14,6 +15,12 @@ from shardkit.data.sources import Source, batch_sampler_of
 from shardkit.distributed import control
 from shardkit.distributed.seed import stream_seed
 from shardkit.errors import UsageError
+from shardkit.log import get_logger
+
+log = get_logger(__name__)
+
+NESTED = 3
+"""Datasets in datasets that are looked at: a subset in a dataset that transforms it, in a concatenation."""
 
 
 def generator_of(loader: Any) -> torch.Generator | None:
@@ -44,7 +51,11 @@ def agreed_seed(source: Source, seed: int, rank: int, world_size: int) -> int:
     that never come, or read another rank's samples."""
     own = {"seed": seed, "rank": rank, **_facts(source)}
     if world_size > 1 and dist.is_initialized():
-        problem, seed = control.start().decide(own, lambda answers: (_problem(answers, world_size), answers[0]["seed"]))
+        problem, seed, doubt = control.start().decide(
+            own, lambda answers: (_problem(answers, world_size), answers[0]["seed"], _doubt(answers))
+        )
+        if doubt and rank == 0:
+            log.warning("%s", doubt)
     else:
         problem = _problem([own], world_size)
     problem = problem or _uneven_end(source)
@@ -61,14 +72,38 @@ def _facts(source: Source) -> dict[str, Any]:
         "the sampler's length": source.units if is_whole else None,
         "the global batch size": source.total_batch_size,
         "shuffle": hugging_face.shuffle_digest(source.dataset),
-        "first": fields_of(_stored_items(source.dataset)),
+        "parts": [fields_of(items) for items in _parts(source.dataset)],
+        "tensors": fields_of(_first_rows(source.dataset)),
         "split": source.split,
     }
 
 
-def _stored_items(dataset: Any) -> list[Any]:
-    """What tells one part of the data from another, where it is known without reading a sample."""
-    return list(islice(dataset.indices, COMPARED)) if isinstance(dataset, Subset) else hugging_face.first_row(dataset)
+def _parts(dataset: Any, depth: int = NESTED) -> Iterator[list[Any]]:
+    """What tells one part of the data from another, where it is known without reading a sample: of each subset and
+    Hugging Face dataset that the dataset is, or contains. (What streams yield first is compared later.)"""
+    if isinstance(dataset, Subset):
+        yield list(islice(dataset.indices, COMPARED))
+    elif row := hugging_face.first_row(dataset):
+        yield row
+    elif depth and isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset):
+        for value in vars(dataset).values():
+            for one in value if isinstance(value, (list, tuple)) and len(value) <= COMPARED else [value]:
+                yield from _parts(one, depth - 1)
+
+
+def _first_rows(dataset: Any) -> list[Any]:
+    is_in_memory = isinstance(dataset, TensorDataset)
+    return [dataset[number] for number in range(min(COMPARED, len(dataset)))] if is_in_memory else []
+
+
+def _doubt(answers: list[dict[str, Any]]) -> str | None:
+    """A warning where the ranks' tensors differ; they may be random in a first trial."""
+    if not are_different([own["tensors"] for own in answers]):
+        return None
+    return (
+        "data: the tensors of a TensorDataset are not the same on all ranks, and each rank is given only a part of its "
+        "own (drawn, shuffled or split at random without a seed?); make the same on all ranks: seed the generator."
+    )
 
 
 def _problem(answers: list[dict[str, Any]], world_size: int) -> str | None:
@@ -80,7 +115,7 @@ def _problem(answers: list[dict[str, Any]], world_size: int) -> str | None:
                 f"{what} is not the same on all ranks (got {', '.join(map(str, sizes[:8]))} by rank); give every rank "
                 "the whole dataset and the same batch_size: shardkit shards it."
             )
-    if are_different([own["first"] for own in answers]):
+    if any(map(are_different, zip(*(own["parts"] for own in answers), strict=False))):
         return (
             "the dataset is another part or order of the data on each rank, and each rank would be given a part of "
             "that; give every rank the whole dataset, not split by rank, and seed a random split alike on all ranks."
