@@ -93,6 +93,18 @@ def test_drop_last_and_uneven_batches():
     assert sorted(parts[0] + parts[1]) == list(range(21))
 
 
+def test_a_loader_without_batches_is_told(capsys):
+    """A full batch of one rank, but not of two: `while step < steps: for batch in loader` would never end."""
+    for world, batches in ((1, 1), (2, 0)):
+        loaders = [prepared(rank, world, Numbers(6), drop_last=True) for rank in range(world)]
+        assert [len(list(loader)) for loader in loaders] == [batches] * world
+    assert capsys.readouterr().err == (
+        "shardkit: data: this loader has no batches: drop_last drops the only one, which is not full (got 6 of 8); use "
+        "a smaller batch size, or drop_last=False.\n"
+    )
+    assert not list(prepared(0, 2, Numbers(0), drop_last=True)) and not capsys.readouterr().err
+
+
 def test_samplers_of_the_users_own_are_sharded():
     for world in (1, 2):
         assert run(world, sampler=Backwards())[0] == list(range(39, -1, -1))

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from shardkit.data import hugging_face
 from shardkit.data.first_items import COMPARED, are_different, fields_of
-from shardkit.data.shares import uneven_text
+from shardkit.data.shares import number_of_batches, uneven_text
 from shardkit.data.sources import Source, batch_sampler_of
 from shardkit.distributed import control
 from shardkit.distributed.seed import stream_seed
@@ -61,6 +61,13 @@ def agreed_seed(source: Source, seed: int, rank: int, world_size: int) -> int:
     problem = problem or _uneven_end(source)
     if problem:
         raise UsageError(f"prepare: {problem}")
+    if source.units and not number_of_batches(source.units, source.layout) and rank == 0:
+        log.warning(
+            "data: this loader has no batches: drop_last drops the only one, which is not full (got %d of %d); use a "
+            "smaller batch size, or drop_last=False.",
+            source.units,
+            source.layout.global_batch,
+        )
     return seed
 
 
