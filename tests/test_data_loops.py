@@ -387,6 +387,29 @@ def test_mappings_and_fields_keep_their_class_on_the_device():
     assert moved_to["default"].default_factory is list
 
 
+class Images(list):
+    """A list with a size, which it needs."""
+
+    def __init__(self, images, size):
+        super().__init__(images)
+        self.size = size
+
+
+class TwoViews(tuple):
+    def __new__(cls, one, other):
+        return super().__new__(cls, (one, other))
+
+
+def test_sequences_that_are_made_in_their_own_way():
+    meta = torch.device("meta")
+    images = to_device(Images([torch.ones(2), "text"], size=7), meta)
+    assert (type(images), images.size, images[0].is_meta, images[1]) == (Images, 7, True, "text")
+    assert all(tensor.is_meta for tensor in to_device(TwoViews(torch.ones(1), torch.ones(1)), meta))
+    assert type(to_device(TwoViews(torch.ones(1), 2), CPU)) is TwoViews
+    shape = torch.ones(2, 3).shape
+    assert type(to_device(shape, meta)) is torch.Size and to_device((1, [2]), meta) == (1, [2])
+
+
 class AtOnce(Numbers):
     """Fetches a batch in one call."""
 
