@@ -31,6 +31,7 @@ from shardkit.data import padding
 from shardkit.data.device import to_device
 from shardkit.data.loader import prepare_loader
 from shardkit.data.skipping import skip_first_batches
+from shardkit.distributed.collectives import gather
 from shardkit.errors import UsageError
 from tests.golden.positions import KINDS
 from tests.loaders import CPU, Flow, FlowWithState, Numbers, ShuffledFlow, flat, moved, prepared, run
@@ -406,6 +407,7 @@ def test_sequences_that_are_made_in_their_own_way():
     assert (type(images), images.size, images[0].is_meta, images[1]) == (Images, 7, True, "text")
     assert all(tensor.is_meta for tensor in to_device(TwoViews(torch.ones(1), torch.ones(1)), meta))
     assert type(to_device(TwoViews(torch.ones(1), 2), CPU)) is TwoViews
+    assert type(gather(images[:1])) is list and type(gather(Images([torch.ones(2)], size=7))) is Images
     shape = torch.ones(2, 3).shape
     assert type(to_device(shape, meta)) is torch.Size and to_device((1, [2]), meta) == (1, [2])
 

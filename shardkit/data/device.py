@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardkit.distributed import xla
+from shardkit.distributed.collectives import sequence_like
 
 
 def to_device(value: Any, device: torch.device | None, kept: Collection[str] = ()) -> Any:
@@ -25,7 +26,7 @@ def to_device(value: Any, device: torch.device | None, kept: Collection[str] = (
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(item, device, kept) for item in value))
     if isinstance(value, (list, tuple)):
-        return _sequence_like(value, [to_device(item, device, kept) for item in value])
+        return sequence_like(value, [to_device(item, device, kept) for item in value])
     if isinstance(value, Mapping):
         return _like(value, {k: item if k in kept else to_device(item, device, kept) for k, item in value.items()})
     return value
@@ -48,23 +49,6 @@ def _takes_non_blocking(to: Any) -> bool:
         return "non_blocking" in signature(to).parameters
     except (TypeError, ValueError):
         return False
-
-
-def _sequence_like(sequence: list | tuple, items: list) -> Any:
-    """The items in a sequence of the same class: a copied list, which keeps its attributes, or a tuple made of them;
-    the sequence itself where its class is made in another way and nothing has moved."""
-    if type(sequence) in (list, tuple):
-        return type(sequence)(items)
-    if isinstance(sequence, list):
-        same = copy(sequence)
-        same[:] = items
-        return same
-    if all(item is before for item, before in zip(items, sequence, strict=True)):
-        return sequence
-    try:
-        return type(sequence)(items)
-    except TypeError:
-        return tuple(items)
 
 
 def _like(mapping: Mapping, items: dict) -> Mapping:

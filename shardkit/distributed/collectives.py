@@ -6,6 +6,7 @@ them. Tensors may have any dtype: data that is only moved is sent as bytes.
 
 import hashlib
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any, Literal
 
 import torch
@@ -145,8 +146,25 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> 
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(map_tensors(function, value) for value in data))
     if isinstance(data, (list, tuple)):
-        return type(data)(map_tensors(function, value) for value in data)
+        return sequence_like(data, [map_tensors(function, value) for value in data])
     raise _no_tensor(data)
+
+
+def sequence_like(sequence: list | tuple, items: list) -> Any:
+    """The items in a sequence of the same class: a copied list, which keeps its attributes, or a tuple made of them;
+    the sequence itself where its class is made in another way and nothing has moved."""
+    if type(sequence) in (list, tuple):
+        return type(sequence)(items)
+    if isinstance(sequence, list):
+        same = copy(sequence)
+        same[:] = items
+        return same
+    if all(item is before for item, before in zip(items, sequence, strict=True)):
+        return sequence
+    try:
+        return type(sequence)(items)
+    except TypeError:
+        return tuple(items)
 
 
 def _no_tensor(data: Any) -> UsageError:
