@@ -148,6 +148,25 @@ def table(config: dict) -> list[str]:
     return summary.text(accelerator._run).splitlines()
 
 
+class Ready(Points):
+    """Yields batches."""
+
+
+BATCHES = [
+    ({"batch_size": 4}, "4 x 1 rank x 2 micro-batches = 8 samples a step"),
+    ({"batch_sampler": [[0, 1], [2, 3, 4]]}, "1 of list x 1 rank x 2 micro-batches a step"),
+    ({"batch_size": None}, "1 of Ready x 1 rank x 2 micro-batches a step"),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), BATCHES)
+def test_the_table_gives_a_number_of_samples_only_where_it_is_known(options, expected):
+    accelerator = Accelerator(config={"distributed_type": "NO", "use_cpu": True}, gradient_accumulation_steps=2)
+    accelerator.prepare(DataLoader(Ready(16), **options))
+    (line,) = [line for line in summary.text(accelerator._run).splitlines() if line.startswith("  batch ")]
+    assert line.removeprefix("  batch").strip() == expected
+
+
 def precision_of_fp64() -> str:
     accelerator = Accelerator(config=FULL)
     accelerator.prepare(Model().double())

@@ -150,8 +150,12 @@ def _batch(process: Process, config: Config, loaders: Sequence[PreparedLoader]) 
     steps = config.shardkit.gradient_accumulation_steps
     if not loaders:
         return f"{counted(steps, 'micro-batch', 'micro-batches')} a step; no data loader prepared yet"
-    size = loaders[0].total_batch_size
-    ranks = process.world_size
+    size, ranks = loaders[0].total_batch_size, process.world_size
+    maker = loaders[0].dataset if loaders[0].has_ready_batches else loaders[0].batch_sampler
+    if loaders[0].batch_size is None and getattr(maker, "batch_size", None) is None:
+        each = "over" if config.shardkit.data.split_batches else "x"
+        micro_batches = counted(steps, "micro-batch", "micro-batches")
+        return f"1 of {type(maker).__name__} {each} {counted(ranks, 'rank')} x {micro_batches} a step"
     each = f"{size // ranks} x {counted(ranks, 'rank')}" if size % ranks == 0 else f"{size} over {ranks} ranks"
     return f"{each} x {counted(steps, 'micro-batch', 'micro-batches')} = {size * steps} samples a step"
 
