@@ -1,6 +1,5 @@
 """Loops that drop their first batches by hand after load_state, which has already moved the loader past them."""
 
-import logging
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ from shardkit.compat import Accelerator as InPlaceOfAccelerate
 from shardkit.compat.differences import VARIABLE
 from shardkit.compat.scan import SKIPS_AGAIN, scan_text
 from shardkit.errors import UsageError
+from tests.ranks import log_lines
 
 SCRIPT = """
 accelerator.load_state(folder)
@@ -73,16 +73,28 @@ def read_ahead(folder):
 
 def messages_of_an_unused_rest(folder):
     trained(Accelerator, folder, stop=4)
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("shardkit.data.loader")
-    logger.addHandler(handler)
-    try:
+    with log_lines("shardkit.data.loader") as lines:
         assert trained(Accelerator, folder, skipped=4) == []
-    finally:
-        logger.removeHandler(handler)
-    return records
+    return lines
+
+
+def trained_on_two(folder, start, stop):
+    """What is told of loops over two loaders that are read in turns, of 6 and 8 batches."""
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "MULTI_CPU"})
+    model = torch.nn.Linear(1, 1)
+    loaders = [DataLoader(torch.ones(length, 1), batch_size=1) for length in (6, 8)]
+    model, optimizer, *loaders = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), *loaders)
+    with log_lines("shardkit.data") as lines:
+        if start:
+            accelerator.load_state(folder)
+        for number, batches in enumerate(zip(*loaders, strict=False), start + 1):
+            accelerator.backward(model(torch.cat(batches)).mean())
+            optimizer.step()
+            if number == stop:
+                accelerator.save_state(folder)
+                break
+    accelerator.free_memory()
+    return lines, number
 
 
 def test_dropping_as_many_batches_again_is_refused(ranks, tmp_path):
@@ -92,6 +104,11 @@ def test_dropping_as_many_batches_again_is_refused(ranks, tmp_path):
 def test_a_rest_of_the_epoch_that_is_not_trained_on_is_told(ranks, tmp_path):
     (told,) = ranks.run(1, messages_of_an_unused_rest, tmp_path / "one")
     assert any("no batch of the loop after load_state was trained on (got 2" in message for message in told)
+
+
+def test_the_rest_of_loops_that_are_read_in_turns_was_trained_on(ranks, tmp_path):
+    assert ranks.run(1, trained_on_two, tmp_path / "two", 0, 4) == [([], 4)]
+    assert ranks.run(1, trained_on_two, tmp_path / "two", 4, None) == [([], 6)]
 
 
 def test_with_accelerates_meaning_the_loop_starts_its_epoch_again(ranks, tmp_path):

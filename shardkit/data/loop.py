@@ -138,8 +138,9 @@ class Loop:
 
     @property
     def has_wasted_rest(self) -> bool:
-        """Whether it began at a restored position and ended without a micro-batch."""
-        return self.is_finished and self.yielded > 0 and self.restored_batches > 0
+        """Whether it began at a restored position and ended without a micro-batch or a step. (Of loops that are read in
+        turns, a micro-batch counts for the last.)"""
+        return self.is_finished and self.yielded > 0 and self.restored_batches > 0 and not self.steps
 
     @property
     def wasted_rest(self) -> str:
