@@ -283,6 +283,27 @@ def test_an_epoch_named_by_hand(loader, epochs):
     assert lists(loader) == epochs[1]
 
 
+class KnowsItsEpoch(Numbers):
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        return torch.tensor(self.epoch)
+
+
+def test_a_dataset_is_told_the_epoch_that_is_named():
+    """As by Accelerate's loaders. Nothing else sets it: the script may count its epochs otherwise."""
+    data = KnowsItsEpoch(4)
+    loader = prepare_loader(DataLoader(data, batch_size=4), 0, 1, CPU, 7)
+    data.set_epoch(7)
+    assert lists(loader) == lists(loader) == [[7] * 4]
+    for epoch in (3, 3, 4):
+        loader.set_epoch(epoch)
+        assert lists(loader) == [[epoch] * 4]
+
+
 def test_len_is_that_of_a_whole_epoch(loader):
     assert len(loader) == len(DataLoader(Numbers(), batch_size=4)) == 10
     assert len(skip_first_batches(loader, 3)) == 10

@@ -282,7 +282,10 @@ class PreparedLoader:
         return self._source.total_batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration runs this epoch. A restored position in it is kept, and so are batches to skip."""
+        """The next iteration runs this epoch. A restored position in it is kept, and so are batches to skip. A
+        map-style dataset with a `set_epoch` is told now; streams and samplers when the epoch begins."""
+        if self._source.sampler is not None and hasattr(self._source.dataset, "set_epoch"):
+            self._source.dataset.set_epoch(epoch)
         if self._is_positioned and epoch == self._next.epoch:
             self._passes_finished_epoch = False
             return
