@@ -1,15 +1,19 @@
 """The position in the data comes back with load_state: on other numbers of ranks, and of a resume."""
 
+import json
 import random
 from itertools import chain
 
+import numpy
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from shardkit import Accelerator, ProjectConfiguration, compat, skip_first_batches
+from shardkit.checkpoint import values
 from shardkit.compat.states import AcceleratorState
+from shardkit.data import position
 from tests.loaders import Flow, FlowWithState, flat, prepared, run
 from tests.loaders import Numbers as Numbers40
 
@@ -240,6 +244,59 @@ def test_a_state_that_the_dataset_goes_on_with_is_still_the_position():
     assert loader.state_dict()["dataset"] == state["dataset"] == {"position": 4}
     batches.close()
     assert run(1, loader.state_dict(), dataset=FlowWithState(26))[0] == list(range(4, 26))
+
+
+class Drawing(FlowWithState):
+    """Draws its samples from generators of its own, which it keeps in its state."""
+
+    def __init__(self, length, kept=None):
+        super().__init__(length)
+        self.kept = kept
+        self.drawing, self.shuffling = numpy.random.default_rng(0), torch.Generator().manual_seed(3)
+        self.legacy = numpy.random.RandomState(5)
+
+    def __iter__(self):
+        for _ in super().__iter__():
+            first, second = self.drawing.integers(1000), torch.randint(1000, (), generator=self.shuffling)
+            yield torch.tensor(first * 10**6 + int(second) * 10**3 + self.legacy.randint(1000))
+
+    def state_dict(self):
+        generators = {"numpy": self.drawing.bit_generator.state, "torch": self.shuffling.get_state()}
+        own = {"legacy": self.legacy.get_state(), "position": numpy.int64(self.position), "by": {3: (1.5, None)}}
+        return generators | own | ({} if self.kept is None else {"kept": self.kept})
+
+    def load_state_dict(self, state):
+        assert state["by"] == {3: (1.5, None)} and type(state["legacy"]) is tuple
+        self.position = state["position"]
+        self.drawing.bit_generator.state = state["numpy"]
+        self.shuffling.set_state(state["torch"])
+        self.legacy.set_state(state["legacy"])
+
+
+def test_a_state_with_arrays_tensors_and_scalars_of_numpy(capsys):
+    whole, _ = run(1, dataset=Drawing(26), epochs=3)
+    for stop, read in ((2, 16), (6, 26 + 16)):
+        _, state = run(2, dataset=Drawing(26), epochs=2, stop=stop)
+        saved = values.decode(json.loads(json.dumps(values.encode(state, "", no_tensor))), no_tensor)
+        rest, _ = run(1, saved, dataset=Drawing(26))
+        assert rest == whole[read : 26 if stop == 2 else 52]
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kept", "got"), [({1, 2}, "Object of type set is"), (torch.zeros(2**19), "a tensor of 2,097,152 bytes")]
+)
+def test_a_state_that_cannot_be_saved_is_told(capsys, kept, got):
+    position._warn_of_state.cache_clear()
+    for _ in range(2):
+        _, state = run(2, dataset=Drawing(26, kept), stop=2)
+        assert state["dataset"] is None
+    said = capsys.readouterr().err
+    assert said.count("data: the state of Drawing cannot be saved") == 1 and f"(got {got}" in said
+
+
+def no_tensor(*_):
+    raise AssertionError
 
 
 class DrawnOrder(FlowWithState):

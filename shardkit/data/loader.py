@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from shardkit.data.agreement import agreed_seed, own_seed
 from shardkit.data.device import to_device
 from shardkit.data.loop import Batches, Loop
-from shardkit.data.position import EPOCH_IS_OVER, Position, facts_of, misfit, saved_position, storable
+from shardkit.data.position import EPOCH_IS_OVER, Position, facts_of, misfit, saved_position, stored_state
 from shardkit.data.sources import Source, batch_sampler_of, batch_size_of, layout_of, source_of
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
@@ -84,7 +84,8 @@ class PreparedLoader:
         self._device = device
         self._seed = seed
         self._loop: Loop | None = None
-        self._ended: Loop | None = None
+        self.ended: Loop | None = None
+        """The loop that was the last to end."""
         self._next = self._used = Position()
         self._is_positioned = self._is_restored = False
         self._skipped = 0
@@ -150,7 +151,7 @@ class PreparedLoader:
 
     def _end(self, loop: Loop) -> None:
         """The loop finished or was left. A nested loop without an optimizer step restores the outer one."""
-        loop.is_open, outer, self._ended = False, loop.outer, loop
+        loop.is_open, outer, self.ended = False, loop.outer, loop
         if loop.has_wasted_rest and self._purpose == "training" and self._rank == 0:
             log.warning(loop.wasted_rest)
         if self._loop is not loop:
@@ -199,14 +200,9 @@ class PreparedLoader:
 
     def batch_tensors(self) -> list[torch.Tensor]:
         """The tensors of this rank's current batch (after a loop: of its last one) that are still alive."""
-        loop = self._loop or self._ended
+        loop = self._loop or self.ended
         found = [] if loop is None else [reference() for reference in loop.tensors]
         return [tensor for tensor in found if tensor is not None]
-
-    @property
-    def ended(self) -> Loop | None:
-        """The loop that was the last to end."""
-        return self._ended
 
     def take_trained(self, micro_batches: int) -> int | None:
         """As `Loop.take_trained`; None outside of loops."""
@@ -236,7 +232,7 @@ class PreparedLoader:
     def batches(self) -> int | None:
         """Batches of a custom batch sampler in the current global batch (after a loop: in its last one) without
         padding, each a rank's; None where it is formed from samples."""
-        loop = self._loop or self._ended
+        loop = self._loop or self.ended
         return None if loop is None else loop.batches
 
     @property
@@ -353,7 +349,7 @@ class PreparedLoader:
             "seed": self._seed,
             "purpose": self._purpose,
             "global_batch": self.total_batch_size,
-            "dataset": storable(position.dataset),
+            "dataset": stored_state(position.dataset, self._source.dataset, self._rank),
             **self._facts,
         }
 
