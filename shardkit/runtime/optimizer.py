@@ -131,14 +131,17 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         return result
 
     @eager
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drops the gradients, from any place in the loop; does nothing while the window still needs them: from its
-        first backward until this optimizer steps. Gradients of an earlier step are never needed."""
+        first backward until this optimizer steps. Gradients of an earlier step are never needed. None: as the optimizer
+        does by itself, which may take no argument, or keep zeros."""
         has_stepped_in_window = self._stepped_at == self._accumulation.gradient_moment
         if self._has_used_gradients or has_stepped_in_window or not self._accumulation.is_open():
             self._has_used_gradients = False
             self._accumulation.deferred_gradients.drop(lambda: self.parameters)
-            if not set_to_none and are_mixed(self.parameters):
+            if set_to_none is None:
+                self.optimizer.zero_grad()
+            elif not set_to_none and are_mixed(self.parameters):
                 zero_gradients_(self.parameters)
             else:
                 self.optimizer.zero_grad(set_to_none=set_to_none)

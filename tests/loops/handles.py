@@ -239,6 +239,50 @@ def zero_grad_of_the_model_in_windows(run: Run) -> None:
                 model.zero_grad()
 
 
+class Lookahead(torch.optim.Optimizer):
+    """As many are written: around another one, without torch's __init__, and zero_grad takes no argument."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+        self.state: Any = defaultdict(dict)
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            slow = self.state[p].setdefault("slow", p.data.clone())
+            slow += 0.5 * (p.data - slow)
+            p.data.copy_(slow)
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        self.optimizer.zero_grad()
+
+
+@loop()
+def zero_grad_without_an_argument(run: Run) -> None:
+    model = Net()
+    model, optimizer = run.prepare(model, Lookahead(adam(model.parameters())))
+    train(run, model, optimizer)
+
+
+class KeepsZeros(torch.optim.SGD):
+    """Weights whose gradients are zero go on by their momentum."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none)
+
+
+@loop()
+def zero_grad_that_keeps_zeros_by_itself(run: Run) -> None:
+    model = Net()
+    model, optimizer = run.prepare(model, KeepsZeros(model.parameters(), lr=0.1, momentum=0.9))
+    for step in range(run.steps):
+        loss = loss_of(model, run.batch(step))
+        run.backward(loss)
+        run.step(optimizer)
+        optimizer.step()
+        run.see_mean(loss)
+
+
 @loop(is_long_run_only=True)
 def a_reference_that_takes_the_trained_weights(run: Run) -> None:
     """RLHF: the reference is prepared for evaluation alone, and becomes the policy every other step."""
