@@ -283,6 +283,15 @@ def test_a_model_of_one_process_is_pickled_whole_and_an_accelerator_is_not(mixed
         pickle.dumps(accelerator)
 
 
+def test_prepared_optimizers_and_schedules_are_not_pickled(alone):
+    accelerator = Accelerator(config=ALONE)
+    optimizer = torch.optim.SGD(Model().parameters(), lr=0.1)
+    for one in accelerator.prepare(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)):
+        for taken in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(UsageError, match=r"a prepared (SGD|StepLR) cannot be pickled .* its state_dict"):
+                taken(one)
+
+
 def test_a_sharded_model_is_not_pickled(alone):
     model = Accelerator(config=FSDP).prepare(Model())
     with pytest.raises(UsageError, match=r"torch.save: a sharded model cannot be pickled .* accelerator.save_model"):

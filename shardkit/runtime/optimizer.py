@@ -47,12 +47,6 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"Accelerated{self.optimizer!r}"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
     @property
     def state(self) -> Any:
         return self.optimizer.state

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from shardkit.distributed.collectives import broadcast_object_list
 from tests.loops.net import Net, adam, loss_of, started, train
@@ -281,6 +282,32 @@ def zero_grad_that_keeps_zeros_by_itself(run: Run) -> None:
         run.step(optimizer)
         optimizer.step()
         run.see_mean(loss)
+
+
+@loop()
+def schedules_and_optimizers_told_apart_by_their_class(run: Run) -> None:
+    """Some schedules step with every batch, others once per epoch."""
+    for make in (
+        lambda optimizer: OneCycleLR(optimizer, 0.2, total_steps=30),
+        lambda optimizer: StepLR(optimizer, 1, 0.5),
+        lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, threshold=0.5),
+    ):
+        model = Net()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, schedule = run.prepare(model, optimizer, make(optimizer))
+        for _ in range(2):
+            for step in range(run.steps):
+                loss = loss_of(model, run.batch(step))
+                run.backward(loss)
+                run.step(optimizer)
+                if isinstance(schedule, OneCycleLR):
+                    schedule.step()
+            if isinstance(schedule, ReduceLROnPlateau):
+                schedule.step(float(run.mean(loss)))
+            elif not isinstance(schedule, OneCycleLR):
+                schedule.step()
+            run.seen.append(optimizer.param_groups[0]["lr"])
+        run.seen += [isinstance(optimizer, torch.optim.SGD), isinstance(optimizer, torch.optim.Adam)]
 
 
 @loop(is_long_run_only=True)
