@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit import Accelerator
+from shardkit.errors import UsageError
 from tests.training import BOTH, FULL, loss_of, parts, plain, weights_of
 
 
@@ -145,6 +146,32 @@ def test_fp16_skips_overflows_on_all_ranks_and_the_schedule_waits(ranks, config)
     assert first["steps"] == first["scheduler"] == 10 - first["skipped"] >= 1
     assert first["scale"] == 2.0 ** (19 - first["skipped"])
     assert 0 < first["norm"] < 50, "the norm is that of unscaled gradients"
+
+
+def norms_after_unscaling(config: dict) -> list[float]:
+    """Norms of the gradients by torch, whose loss scale was removed: of all optimizers, of one, of the one inside, of
+    several; in the end what is said of one that was not prepared."""
+    config = config | {"mixed_precision": "fp16", "shardkit": {"precision": {"init_scale": 1024}}}
+    accelerator = Accelerator(config=config)
+    model, inner, loader, _ = parts(40, 4)
+    model, optimizer, loader = accelerator.prepare(model, inner, loader)
+    norms = []
+    for batch, given in zip(loader, (None, optimizer, inner, [optimizer], (inner,)), strict=True):
+        accelerator.backward(loss_of(model, batch))
+        accelerator.unscale_gradients(given)
+        accelerator.unscale_gradients()
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))
+        optimizer.zero_grad()
+        accelerator.scaler.update()
+    with pytest.raises(UsageError, match=r"unscale_gradients: not a prepared optimizer \(got SGD\)"):
+        accelerator.unscale_gradients(torch.optim.SGD(model.parameters(), lr=0.1))
+    return norms
+
+
+@pytest.mark.parametrize("config", BOTH)
+def test_the_loss_scale_is_removed_of_the_optimizers_given(ranks, config):
+    for norms in ranks.run(2, norms_after_unscaling, config):
+        assert len(norms) == 5 and max(norms) < 20, "one that still had the loss scale would be 1024 times as large"
 
 
 def overflow_on_one_rank() -> tuple[bool, float]:

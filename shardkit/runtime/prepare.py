@@ -138,6 +138,11 @@ def optimizers_of(run: Run, parameters: Sequence[torch.Tensor]) -> list[Accelera
     return [one for one in run.optimizers if any(id(parameter) in chosen for parameter in one.parameters)]
 
 
+def known_optimizer(run: Run, optimizer: Any) -> AcceleratedOptimizer | None:
+    """The prepared optimizer, also for the one inside; None if it was not prepared."""
+    return next((known for known in run.optimizers if optimizer is known or optimizer is known.optimizer), None)
+
+
 def _kinds(objects: Sequence[Any]) -> list[Kind]:
     kinds = [kind_of(value) for value in objects]
     problems = [
@@ -262,9 +267,8 @@ def _loader(run: Run, loader: Any, moves: bool) -> PreparedLoader:
 
 
 def _optimizer(run: Run, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
-    for known in run.optimizers:
-        if optimizer is known or optimizer is known.optimizer:
-            return known
+    if (known := known_optimizer(run, optimizer)) is not None:
+        return known
     if isinstance(optimizer, AcceleratedOptimizer):  # prepared before free_memory
         optimizer = optimizer.optimizer
     prepared = AcceleratedOptimizer(optimizer, run.accumulation)

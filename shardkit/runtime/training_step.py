@@ -97,10 +97,15 @@ class TrainingStep(Topology):
         return len(set(getattr(model, "hf_device_map", {}).values())) > 1
 
     @eager
-    def unscale_gradients(self, optimizer: AcceleratedOptimizer | None = None) -> None:
-        """Removes fp16's loss scale from the gradients of one optimizer, or of all; does nothing while accumulating."""
-        for one in self._run.optimizers if optimizer is None else [optimizer]:
-            if self.sync_gradients:
+    def unscale_gradients(
+        self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
+    ) -> None:
+        """Removes fp16's loss scale from the gradients of one optimizer, of several, or of all; does nothing while
+        accumulating."""
+        given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        chosen = self._run.optimizers if given is None else [self._prepared(one) for one in given]
+        if self.sync_gradients:
+            for one in chosen:
                 one.make_gradients_final()
 
     @property
@@ -146,6 +151,14 @@ class TrainingStep(Topology):
     def scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler under fp16, else None."""
         return self._run.accumulation.loss_scale.scaler
+
+    def _prepared(self, optimizer: Any) -> AcceleratedOptimizer:
+        if (known := prepare.known_optimizer(self._run, optimizer)) is None:
+            raise UsageError(
+                f"unscale_gradients: not a prepared optimizer (got {type(optimizer).__name__}); give what "
+                "accelerator.prepare returned."
+            )
+        return known
 
     def _make_final(self, parameters: list[torch.Tensor]) -> None:
         for optimizer in prepare.optimizers_of(self._run, parameters):
