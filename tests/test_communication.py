@@ -5,6 +5,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 from shardkit import Accelerator
 from shardkit.distributed import control
 from shardkit.errors import CheckpointSaveError, UsageError
-from shardkit.runtime import objects
+from shardkit.runtime import objects, process_control
 from tests.training import DDP, FULL, Points, parts
 
 
@@ -34,6 +35,23 @@ def evaluated(length: int) -> list[int]:
 @pytest.mark.parametrize("length", [7, 8, 9])
 def test_gather_for_metrics_has_every_sample_once(ranks, length):
     assert ranks.run(2, evaluated, length) == [list(range(length))] * 2
+
+
+@pytest.mark.parametrize(
+    ("items", "last"),
+    [
+        (numpy.arange(5), [3, 4, 4]),
+        (numpy.array(list("abcde")), ["d", "e", "e"]),
+        (numpy.arange(10).reshape(5, 2), [[6, 7], [8, 9], [8, 9]]),
+        (range(5), [3, 4, 4]),
+        (torch.arange(5), [3, 4, 4]),
+        ((0, 1, 2, 3, 4), [3, 4, 4]),
+        ("abcde", ["d", "e", "e"]),
+    ],
+)
+def test_a_short_part_repeats_the_last_item(items, last):
+    part = process_control.part_of(items, 1, 2, apply_padding=True)
+    assert (part.tolist() if hasattr(part, "tolist") else list(part)) == last
 
 
 def turns_and_flags(folder: str) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class ProcessControl(RankNumbers):
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's part of a list, tuple, str, tensor or `datasets.Dataset`, or of each value of a dict."""
+        """This rank's part of a list, tuple, str, tensor, array or `datasets.Dataset`, or of each value of a dict."""
         yield part_of(inputs, self.process_index, self.num_processes, apply_padding)
 
     def print(self, *values: Any, **arguments: Any) -> None:
@@ -95,7 +95,8 @@ class ProcessControl(RankNumbers):
 
 
 def part_of(inputs: Any, rank: int, world_size: int, apply_padding: bool = False) -> Any:
-    """This rank's contiguous part of a list, tuple, str, tensor or `datasets.Dataset`, or of each value of a dict.
+    """This rank's contiguous part of a list, tuple, str, tensor, array or `datasets.Dataset`, or of each value of a
+    dict.
 
     Where the length does not divide evenly, the first parts are longer by one. With padding, short parts repeat the
     last item, so that all can be gathered.
@@ -114,10 +115,16 @@ def part_of(inputs: Any, rank: int, world_size: int, apply_padding: bool = False
     missing = each + bool(left) - (end - start) if apply_padding else 0
     if hasattr(inputs, "select") and hasattr(inputs, "column_names"):  # of the package datasets; slices are dicts there
         return inputs.select([*range(start, end), *[len(inputs) - 1] * missing])
-    return _padded(inputs[start:end], inputs[-1:], missing) if missing else inputs[start:end]
+    return _padded(inputs, start, end, missing) if missing else inputs[start:end]
 
 
-def _padded(mine: Any, last: Any, times: int) -> Any:
-    if isinstance(mine, torch.Tensor):
-        return torch.cat([mine, *[last.to(mine.device)] * times])
-    return mine + last * times
+def _padded(inputs: Any, start: int, end: int, missing: int) -> Any:
+    """The items from start to end, and the last of all so many times."""
+    if isinstance(inputs, torch.Tensor):
+        return torch.cat([inputs[start:end], *[inputs[-1:]] * missing])
+    indices = [*range(start, end), *[len(inputs) - 1] * missing]
+    if hasattr(inputs, "take"):  # arrays of NumPy, where + adds the numbers; frames of pandas
+        return inputs.take(indices, axis=0)
+    if hasattr(inputs, "__add__"):  # a list, tuple or str
+        return inputs[start:end] + inputs[-1:] * missing
+    return [inputs[index] for index in indices]
