@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardkit import Accelerator
 from shardkit.config.schema import Config
 from shardkit.errors import UsageError
+from shardkit.runtime import measure
 
 
 class Net(nn.Module):
@@ -161,6 +162,14 @@ def distance(kind: type[Rule], strategy: int) -> float:
 @pytest.mark.parametrize("world", [2, 3])
 def test_weights_are_those_of_one_process(ranks, kind, world):
     assert max(ranks.run(world, distance, kind, 1)) < 1e-5
+
+
+def test_the_memory_of_any_state_is_measured(alone):
+    accelerator = Accelerator(config=Config(use_cpu=True, fsdp_config={"fsdp_sharding_strategy": 3}))
+    model, optimizer = accelerator.prepare(net := Net(), Preconditioned(net.parameters()))
+    accelerator.backward(model(batch(0)).square().mean())
+    optimizer.step()
+    assert measure.memory_of(accelerator._run).optimizer_bytes == 4 * (1 + 7**2 + 3**2 + 1**2)
 
 
 def error_of(kind: type[Rule]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from shardkit import env
 from shardkit.distributed import accelerators
@@ -61,14 +62,14 @@ def peak_bytes(run: Run) -> int:
 def memory_of(run: Run) -> MeasuredMemory:
     """This rank's memory so far."""
     parameters = [parameter for model in run.models for parameter in model.parameters()]
-    states = [optimizer.state for optimizer in run.optimizers]
+    states = [list(optimizer.state.values()) for optimizer in run.optimizers]
     return MeasuredMemory(
         run.process.rank,
         accelerators.name_of(run.device),
         peak_bytes(run),
         _bytes_of(parameters),
         _bytes_of(parameter for parameter in parameters if parameter.requires_grad),
-        _bytes_of(value for state in states for one in state.values() for value in one.values()),
+        _bytes_of(tree_leaves(states)),
     )
 
 
