@@ -203,3 +203,31 @@ def test_a_model_is_prepared_again_after_free_memory(ranks, alone):
         for found, on_rank in ranks.run(2, prepared_again, config, 4):
             assert on_rank == pytest.approx(rates)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def trained_without_a_prepared_model(config: dict, has_own_ddp: bool) -> tuple[list[torch.Tensor], str]:
+    accelerator = Accelerator(config=config)
+    model, optimizer, loader, _ = parts(16, 4)
+    if has_own_ddp:
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer, loader = accelerator.prepare(optimizer, loader)
+    try:
+        for batch in loader:
+            one_step(accelerator, model, optimizer, batch)
+    except UsageError as error:
+        return weights_of(model), str(error)
+    return weights_of(model), ""
+
+
+@pytest.mark.parametrize("config", BOTH)
+def test_an_optimizer_without_its_model_is_refused_where_nothing_reduces_its_gradients(ranks, config):
+    (first, said), (second, said_too) = ranks.run(2, trained_without_a_prepared_model, config, False)
+    assert said == said_too
+    assert said.startswith("optimizer step: AdamW trains a model that was not prepared (got no model in prepare, and ")
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_a_model_that_the_script_distributes_itself_is_trained(ranks):
+    (first, said), (second, _) = ranks.run(2, trained_without_a_prepared_model, DDP, True)
+    assert not said
+    torch.testing.assert_close(first, second, rtol=0, atol=0)

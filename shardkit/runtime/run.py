@@ -25,6 +25,7 @@ from shardkit.runtime.counters import Counters
 from shardkit.runtime.early_steps import EarlySteps
 from shardkit.runtime.hooks import StateHooks
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
+from shardkit.runtime.missing_models import MissingModels
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.project import ProjectConfiguration
 from shardkit.runtime.same_data import SameData
@@ -104,6 +105,7 @@ class Run:
     early_steps: EarlySteps = field(init=False)
     same_modules: SameModules = field(init=False)
     same_data: SameData = field(init=False)
+    missing_models: MissingModels = field(init=False)
 
     def __post_init__(self) -> None:
         self.trackers = Trackers(self.selected_trackers, self.process.is_main, lambda: self.loads)
@@ -132,6 +134,7 @@ class Run:
         self.early_steps = EarlySteps(self.accumulation, self.loaders, keeps_batch, self.process.is_main)
         self.same_modules = SameModules(self.models, self.process.control, self.config.debug)
         self.same_data = SameData(self.loaders, self.process.control)
+        self.missing_models = MissingModels(self.models, self.optimizers, self.process.control)
         foreign_steps.watch(self.accumulation)
 
     def refuse_if_left(self, call: str) -> None:
@@ -146,6 +149,7 @@ class Run:
         self.early_steps.check()
         self.same_modules.check()
         self.same_data.check()
+        self.missing_models.check()
 
     @property
     def device(self) -> torch.device:
