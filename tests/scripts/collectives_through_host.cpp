@@ -1,5 +1,7 @@
 // A process group backend for devices without collectives of their own: copies tensors to the host, and hands them to
-// another backend, gloo. Results arrive in `wait()`, so that a missing wait shows. For tests only.
+// another backend, gloo. Results arrive in `wait()`, so that a missing wait shows. And what torch_openreg lacks: another
+// size of a storage, as FSDP asks for it, and attention that computes. For tests only.
+#include <ATen/native/transformers/attention.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/extension.h>
 
@@ -134,6 +136,25 @@ struct ThroughHost : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> inner_;
 };
 
+// Torch asks the device's hooks for this, and torch_openreg's have no answer.
+void resize(const Tensor& of_storage, int64_t bytes) {
+  auto* storage = of_storage.storage().unsafeGetStorageImpl();
+  c10::DeviceGuard guard(storage->device());
+  auto data = storage->allocator()->allocate(bytes);
+  if (auto kept = std::min<size_t>(bytes, storage->nbytes()))
+    storage->allocator()->copy_data(data.mutable_get(), storage->data(), kept);
+  storage->set_data_ptr_noswap(std::move(data));
+  storage->set_nbytes(bytes);
+}
+
+int64_t by_operators(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
+                     std::optional<double>, bool) {
+  return 0;  // SDPBackend.MATH
+}
+
+// Its own attention returns memory as it finds it.
+void attend_by_operators() { at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&by_operators); }
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -141,4 +162,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("through_host", [](c10::intrusive_ptr<c10d::Backend> inner) {
     return c10::make_intrusive<ThroughHost>(std::move(inner));
   });
+  module.def("resize", &resize);
+  module.def("attend_by_operators", &attend_by_operators);
 }
