@@ -1,5 +1,6 @@
 """Any accelerator that torch knows is used through its generic interface; CUDA is named where only CUDA has a thing."""
 
+import importlib.util
 import json
 import re
 from collections import UserDict
@@ -11,11 +12,13 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardkit import Accelerator
+from shardkit.compat.machine import get_current_device_type
+from shardkit.compat.operations import synchronize_rng_state
 from shardkit.config import hardware
 from shardkit.config.schema import Config
 from shardkit.data.device import to_device
 from shardkit.data.loader import prepare_loader
-from shardkit.distributed import accelerators, process, random_state
+from shardkit.distributed import accelerators, collectives, process, random_state
 from shardkit.env import Ranks
 from shardkit.errors import MachineError
 from shardkit.sharding import float8
@@ -251,6 +254,24 @@ def test_memory_names_and_pinning(fake):
     assert accelerators.can_pin()
     accelerators.empty_cache()
     assert fake.taken == ["emptied"]
+
+
+def test_scripts_of_accelerate_are_told_of_any_accelerator(fake):
+    """And not that there is only the CPU. Accelerate's questions about CUDA are asked by name."""
+    assert get_current_device_type() == ("xpu", "MULTI_GPU")
+    described = importlib.util.find_spec("shardkit.compat.trials")
+    trials = importlib.util.module_from_spec(described)
+    described.loader.exec_module(trials)
+    assert trials.torch_device == "xpu"
+
+
+def test_the_generator_of_any_accelerator_is_made_equal(fake, monkeypatch):
+    """By rank 0's state; the CPU's generator stays."""
+    zeros, state = torch.zeros(16, dtype=torch.uint8), torch.get_rng_state()
+    monkeypatch.setattr(collectives, "broadcast", lambda found: found * 0)
+    synchronize_rng_state("xpu")
+    assert torch.equal(fake.module.get_rng_state(), zeros)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_device_without_collectives_is_told_with_what_to_do(monkeypatch):

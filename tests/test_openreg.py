@@ -11,7 +11,9 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+import torch
 
+from shardkit.compat.operations import send_to_device
 from tests import openreg
 from tests.printed import ROOT
 from tests.test_gpu import carry, fsdp, reference, run, variables
@@ -68,3 +70,7 @@ def test_a_resumed_run_is_equal_to_the_bit(tmp_path):
 @pytest.mark.parametrize(("first", "second"), [(DEVICE, "cpu"), ("cpu", DEVICE)])
 def test_a_state_and_an_export_go_from_one_device_to_another(tmp_path, first, second):
     carry(tmp_path, first, second)
+
+
+def test_a_device_named_by_its_number_is_this_machines():
+    assert send_to_device({"tokens": torch.ones(2)}, 1)["tokens"].device == torch.device(DEVICE, 1)

@@ -214,7 +214,10 @@ def check_cuda_fp8_capability() -> bool:
 
 def get_current_device_type() -> tuple[str, str]:
     """The device type, and the distributed type for it."""
-    return ("cuda", "MULTI_GPU") if _cuda() else ("cpu", "MULTI_CPU")
+    from shardkit.distributed import accelerators
+
+    kind = accelerators.kind()
+    return ("cpu", "MULTI_CPU") if kind is None else (kind, "XLA" if kind == "xla" else "MULTI_GPU")
 
 
 def get_cpu_distributed_information() -> Any:

@@ -117,7 +117,7 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
 
 
 def _device(device: Any) -> torch.device:
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return torch.device(device)  # of a number: this machine's accelerator
 
 
 def get_data_structure(data: Any) -> Any:
@@ -331,10 +331,12 @@ def get_pretty_name(obj: Any) -> str:
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
     """Set a random generator to rank 0's state: the one of the given kind, or `generator`. Collective."""
-    own = torch.default_generator if generator is None else generator
-    if str(getattr(rng_type, "value", rng_type)) == "cuda" and generator is None:
-        torch.cuda.set_rng_state(collectives.broadcast(torch.cuda.get_rng_state()))
+    kind = str(getattr(rng_type, "value", rng_type))
+    if generator is None and kind not in ("None", "torch", "xla", "generator"):
+        module = torch.get_device_module(kind)
+        module.set_rng_state(collectives.broadcast(module.get_rng_state()))
         return
+    own = torch.default_generator if generator is None else generator
     own.set_state(collectives.broadcast(own.get_state()))
 
 

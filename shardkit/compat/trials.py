@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.distributed import collectives
+from shardkit.distributed import accelerators, collectives
 
-torch_device = "cuda" if torch.cuda.is_available() else "cpu"
+torch_device = accelerators.kind() or "cpu"
 
 
 @contextmanager
