@@ -19,8 +19,10 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
+from shardkit.data import stream
 from shardkit.data.device import to_device
 from shardkit.data.loader import active_loader, prepare_loader
 from shardkit.data.skipping import skip_first_batches
@@ -227,6 +229,37 @@ def test_workers_change_nothing(kind, persistent):
     _, state = run(1, dataset=kind(26), batch_size=6, epochs=2, stop=7, **workers)
     assert state["samples_seen"] == 12
     assert run(1, state, dataset=kind(26), batch_size=4, **workers)[0] == alone[38:]
+
+
+class Splittable(Flow):
+    part, parts = 0, 1
+
+    def __iter__(self):
+        return iter(range(self.part, self.length, self.parts))
+
+    def split(self, part, parts):
+        self.part, self.parts = part, parts
+
+
+def split_over_workers(number):
+    """As the torch documentation shows: sets attributes of what the worker reads."""
+    info = get_worker_info()
+    info.dataset.part, info.dataset.parts = number, info.num_workers
+
+
+def split_inside_workers(number):
+    info = get_worker_info()
+    info.dataset.split(number, info.num_workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("start", "is_told"), [(split_over_workers, False), (split_inside_workers, True)])
+def test_workers_that_split_a_stream_by_themselves(capsys, start, is_told):
+    stream._warn_of_workers.cache_clear()
+    given = flat(prepared(dataset=Splittable(), num_workers=2, worker_init_fn=start))
+    assert (sorted(given) == list(range(40))) is not is_told
+    assert ("data: the workers of a loader read different streams" in capsys.readouterr().err) is is_told
+    assert sorted(flat(prepared(dataset=Flow(), num_workers=2))) == list(range(40)) and not capsys.readouterr().err
 
 
 class Noise(Numbers):

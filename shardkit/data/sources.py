@@ -24,7 +24,7 @@ from shardkit.data.first_items import COMPARED, fields_of
 from shardkit.data.position import EPOCH_IS_OVER, Position
 from shardkit.data.sampler import Drawn
 from shardkit.data.shares import BatchLayout, Share, number_of_batches, with_last
-from shardkit.data.stream import CountingCollate, Stream, end_together, split_of
+from shardkit.data.stream import CountingCollate, Stream, compared, end_together, split_of
 from shardkit.data.workers import Indices, StartWorker, batches_of, of_one_loop
 from shardkit.distributed.seed import stream_seed
 from shardkit.errors import UsageError
@@ -235,7 +235,7 @@ class StreamSource:
         if start.samples and start.dataset is None:
             log.info(f"data: skipping {start.samples:,} samples of the stream to reach the saved position.")
         # The snapshot is taken before the look-ahead to the next batch, so it belongs to this batch.
-        batches = with_last((batch, stream.snapshot) for batch in batches_of(loader))
+        batches = with_last((batch, stream.snapshot) for batch in compared(batches_of(loader)))
         if self._parts == 1:
             for (batch, state), is_last in batches:
                 if batch.problem:

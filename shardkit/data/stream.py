@@ -1,10 +1,11 @@
 """Iterable datasets: every rank and every DataLoader worker reads the whole stream and keeps its own slices."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
+from functools import cache
 from inspect import signature
 from itertools import islice
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shardkit.data import hugging_face
-from shardkit.data.first_items import fields_of
+from shardkit.data.first_items import are_different, fields_of
 from shardkit.data.private_random import PrivateRandom
 from shardkit.data.sampler import items_of
 from shardkit.data.shares import BatchLayout, split
@@ -38,7 +39,8 @@ class Counted:
     problem: str | None = None
     """Why the batch cannot be split over ranks; there is no value then."""
     first: list[str] | None = None
-    """For the first global batch that is read: digests of its fields, to compare ranks."""
+    """For the first that a process yields: digests of the fields of the first global batch that it has read, to compare
+    ranks and workers."""
 
     def pin_memory(self, device: Any = None) -> "Counted":
         """Called by DataLoader where pin_memory is on."""
@@ -128,13 +130,15 @@ class Stream(IterableDataset):
         randomness = PrivateRandom(seed)
         with randomness, _no_workers():
             source = self._source(samples, bool(is_moved), bool(may_exceed), is_worker=worker is not None)
+        is_compared, first = self.is_compared and (self.layout.world_size > 1 or number_of_workers > 1), None
         for number, chunk in enumerate(self._chunks(source, randomness, is_worker=worker is not None)):
+            first = fields_of(chunk) if number == 0 and is_compared else first
             if number % number_of_workers != own_number:
                 continue
             if worker is not None:  # as for a map-style dataset's batches
                 set_seed(stream_seed(seed_of_rank, samples + number * self.layout.global_batch))
-            is_compared = number == 0 and self.layout.world_size > 1 and self.is_compared
-            yield from self._own(chunk, fields_of(chunk) if is_compared else None)
+            yield from self._own(chunk, first)
+            first = None
 
     def _own(self, chunk: list[Any], first: list[str] | None) -> Iterator[Counted]:
         """This rank's slice of a global batch."""
@@ -200,6 +204,26 @@ def _no_workers() -> Iterator[None]:
         yield
     finally:
         module._worker_info = found
+
+
+def compared(batches: Iterable[Counted]) -> Iterator[Counted]:
+    """The batches. Warns where workers have read different streams."""
+    known: list[str] | None = None
+    for batch in batches:
+        if batch.first is not None:
+            known = known or batch.first
+            if are_different([known, batch.first]):
+                _warn_of_workers()
+        yield batch
+
+
+@cache
+def _warn_of_workers() -> None:
+    log.warning(
+        "data: the workers of a loader read different streams, and each keeps every n-th batch of its own, so samples "
+        "are lost; let each read the whole stream (a worker_init_fn need not split it). If they only look different, "
+        "give the dataset the attribute split_by_rank = False."
+    )
 
 
 def split_of(dataset: Any) -> tuple[int, int] | None:
