@@ -272,6 +272,24 @@ def test_a_sampler_is_read_once_for_an_epoch_also_if_resumed_or_skipped_in():
     assert (flat(loader), flat(loader)) == ([], first), "the epoch that is over is not drawn"
 
 
+def seeded_once_in_batches(rank, world):
+    batches = type("InBatches", (BatchSampler,), {})(SeededOnce(), 3, drop_last=False)
+    return batch_sampled(rank, world, batches)
+
+
+@pytest.mark.parametrize("make", [seeded_once, seeded_once_in_batches])
+def test_another_order_than_the_saved_one_is_told(capsys, make):
+    """In the second epoch a new generator is at the beginning of its first."""
+    for stop, epoch in ((2, 0), (7, 1) if make is seeded_once else (9, 1)):
+        _, state = run(2, make=make, stop=stop, epochs=2)
+        assert state["epoch"] == epoch and state["samples_seen"]
+        capsys.readouterr()
+        run(1, json.loads(json.dumps(state)), make=make)
+        assert ("yields another order than when the position was saved" in capsys.readouterr().err) is (epoch == 1)
+        flat(skip_first_batches(moved(make(0, 1), state), 2))
+        assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize("batches", [6, 7, 9])
 def test_more_batches_may_be_skipped_than_a_short_epoch_has(batches):
     rest = list(range(24, 26)) if batches == 6 else []

@@ -24,6 +24,12 @@ def fields_of(items: Iterable[Any]) -> list[str]:
     return [hashlib.sha256(field.encode()).hexdigest()[:16] if field.strip() else "" for field in fields]
 
 
+def digests_of(items: Iterable[Any]) -> list[str]:
+    """A digest of each of the first items, in the batches of a batch sampler of each of their items."""
+    texts = map(_text, tree_leaves([*islice(items, COMPARED)])[:COMPARED])
+    return [hashlib.sha256(text.encode()).hexdigest()[:8] for text in texts]
+
+
 def are_different(fields: Sequence[list[str]]) -> bool:
     """Whether no field is the same on all ranks. Samples that are the same may differ in one, such as a path."""
     columns = [column for column in zip(*fields, strict=False) if all(column)]

@@ -31,7 +31,8 @@ REMEDIES = (
 
 @dataclass(frozen=True)
 class Position:
-    """A position in the data, in samples over all ranks; `dataset` is the dataset's own state, where it has one.
+    """A position in the data, in samples over all ranks. `dataset`: a stream's own state, where it has one; where a
+    custom sampler gives the order, digests of the epoch's first items.
     `may_exceed`: the script has skipped so many samples, and an epoch may have fewer."""
 
     epoch: int = 0

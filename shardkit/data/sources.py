@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from shardkit.data import hugging_face, sampler, shares
-from shardkit.data.first_items import COMPARED, fields_of
+from shardkit.data.first_items import COMPARED, digests_of, fields_of
 from shardkit.data.position import EPOCH_IS_OVER, Position
 from shardkit.data.sampler import Drawn
 from shardkit.data.shares import BatchLayout, Share, number_of_batches, with_last
@@ -326,6 +326,7 @@ def _sampled(
     """Batches with the facts of their shares. No batch is read ahead here, so random draws of samples stay in step with
     the loop; the shares say which batch is the last."""
     handed_out: deque[Share] = deque()
+    begins: list[str] | None = None
     seed_of_rank = _seed_of_rank(seed, start.epoch, source.layout.rank)
     loader = of_one_loop(source.loader)
     loader.generator.manual_seed(seed_of_rank)
@@ -344,8 +345,21 @@ def _sampled(
     queue.indices = indices()
     for number, batch in enumerate(batches_of(loader)):
         share, first = handed_out.popleft(), None if number else _first_of(order)
-        after = EPOCH_IS_OVER if share.is_last else None
+        if isinstance(order, Drawn) and number == 0:
+            begins = digests_of(order.first)
+            if source.layout.rank == 0:
+                _warn_of_another_order(order.name, begins, start.dataset)
+        after = EPOCH_IS_OVER if share.is_last else begins
         yield Piece(batch, share.samples, share.is_padded, share.is_last, after, first, share.batches)
+
+
+def _warn_of_another_order(name: str, begins: list[str], saved: list[str] | None) -> None:
+    """`saved`: how the epoch began when the position was saved, as far as the sampler had been read."""
+    if any(now != before for now, before in zip(begins, saved or (), strict=False)):
+        log.warning(
+            f"data: {name} yields another order than when the position was saved, so samples of this epoch are "
+            "repeated and others left out; seed its generator by the epoch, in set_epoch(epoch), not once for all."
+        )
 
 
 def _refuse_own_end(loader: DataLoader) -> None:
