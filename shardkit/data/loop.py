@@ -42,7 +42,7 @@ class Batches:
         except StopIteration:
             raise
         except BaseException as error:
-            self._error = "{}: {}".format(type(error).__name__, str(error).partition("\n")[0])
+            self._error = ": ".join(filter(None, [type(error).__name__, str(error).partition("\n")[0]]))
             raise
 
     def close(self) -> None:
