@@ -241,7 +241,7 @@ def test_an_epoch_that_could_not_begin_begins_again_where_it_should(epochs):
 class OneIsCorrupt(Numbers):
     def __getitem__(self, index):
         if index == 9:
-            raise ValueError("corrupt\nmore of it")
+            raise ValueError("corrupt")
         return super().__getitem__(index)
 
 
@@ -252,7 +252,7 @@ def test_a_loop_that_goes_on_after_an_error_of_the_data_does_not_end_as_if_its_e
     assert lists(islice(batches, 2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     with pytest.raises(ValueError, match="corrupt"):
         next(batches)
-    with pytest.raises(UsageError, match=r"ended with an error .* \(got ValueError: (corrupt|Cau)"):
+    with pytest.raises(UsageError, match=r"ended with an error .* \(got ValueError: corrupt\)"):
         next(batches)
     ended = iter(prepared(dataset=Numbers(4)))
     assert lists(ended) == [[0, 1, 2, 3]] and lists(ended) == []

@@ -42,12 +42,20 @@ class Batches:
         except StopIteration:
             raise
         except BaseException as error:
-            self._error = ": ".join(filter(None, [type(error).__name__, str(error).partition("\n")[0]]))
+            self._error = _in_a_line(error)
             raise
 
     def close(self) -> None:
         """Leaves the loop, as `break` does."""
         self._batches.close()
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Type and text; of an error in a worker, whose text is the traceback there, its last line."""
+    lines = str(error).strip().splitlines() or [""]
+    if lines[0].startswith("Caught ") and len(lines) > 1:
+        return lines[-1]
+    return ": ".join(filter(None, [type(error).__name__, lines[0]]))
 
 
 @dataclass
