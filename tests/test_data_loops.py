@@ -216,6 +216,22 @@ def test_a_loop_without_training_over_a_loader_that_is_trained_on_is_no_epoch(da
     assert trained(loader) == epochs[1]
 
 
+def test_a_batch_that_is_trained_on_after_its_loop_is_of_an_epoch(loader, epochs):
+    """`batch = next(iter(loader))` in each step, after a loop that trained."""
+    for _ in loader:
+        loader.note_backward()
+        loader.note_step()
+    given = []
+    for _ in range(3):
+        given.append(next(iter(loader)).tolist())
+        loader.note_backward()
+    assert given == [epoch[0] for epoch in epochs[1:]]
+    next(iter(loader))
+    loader.set_epoch(2)
+    loader.note_backward()
+    assert lists(loader) == epochs[2], "the epoch that was named since"
+
+
 def used(loader):
     return loader.state_dict()["epoch"], loader.state_dict()["samples_seen"]
 

@@ -89,7 +89,7 @@ class PreparedLoader:
         self._next = self._used = Position()
         self._is_positioned = self._is_restored = False
         self._skipped = 0
-        self._passes_finished_epoch = False
+        self._passes_finished_epoch = self._has_looked = False
         self._purpose: Purpose | None = None
         self._facts = facts_of(source.dataset, source.dataset_length, source.split, source.sampler)
 
@@ -115,7 +115,7 @@ class PreparedLoader:
 
     def _begin(self) -> Loop:
         """A loop from the current position."""
-        outer, start = self._loop, self._next
+        outer, start, self._has_looked = self._loop, self._next, False
         left_out, start_is = 0, (self._is_positioned, self._is_restored, self._skipped)
         if self._is_positioned:
             left_out = start.samples // self.total_batch_size if self._is_restored else 0
@@ -163,6 +163,7 @@ class PreparedLoader:
         if not self._is_positioned and loop.position.epoch >= self._next.epoch:
             if self._purpose == "training" and loop.was_a_look:
                 self._next, (self._is_positioned, self._is_restored, self._skipped) = loop.start, loop.start_is
+                self._has_looked = True
                 return
             has_failed = not loop.last_yield and not loop.is_finished
             self._next, self._is_positioned = loop.position, has_failed
@@ -209,9 +210,12 @@ class PreparedLoader:
         return None if self._loop is None else self._loop.take_trained(micro_batches)
 
     def note_backward(self) -> None:
-        """Notes a backward, of the current batch."""
+        """Notes a backward: of the current batch, or of one that the script has kept from the loop before."""
         if self._loop is not None:
             self._loop.is_trained_on = True
+        elif self._has_looked and self.ended is not None:
+            self._move_to(self.ended.position)
+            self._is_positioned = False
 
     @property
     def batch_samples(self) -> int:
@@ -230,8 +234,7 @@ class PreparedLoader:
 
     @property
     def batches(self) -> int | None:
-        """Batches of a custom batch sampler in the current global batch (after a loop: in its last one) without
-        padding, each a rank's; None where it is formed from samples."""
+        """As `Share.batches`, of the current global batch; after a loop, of its last one."""
         loop = self._loop or self.ended
         return None if loop is None else loop.batches
 
@@ -318,6 +321,7 @@ class PreparedLoader:
 
     def _move_to(self, position: Position) -> None:
         self._next, self._is_positioned, self._is_restored, self._skipped = position, True, False, 0
+        self._has_looked = False
         if self._loop is None:
             self._used = position
 
@@ -392,6 +396,5 @@ class PreparedLoader:
 
 def active_loader(loaders: Iterable[PreparedLoader]) -> PreparedLoader | None:
     """The loader being iterated that yielded last (the inner one for an evaluation inside a training loop)."""
-    return max(
-        (loader for loader in loaders if loader.is_iterating), key=lambda loader: loader.last_yield, default=None
-    )
+    open_ones = (loader for loader in loaders if loader.is_iterating)
+    return max(open_ones, key=lambda loader: loader.last_yield, default=None)

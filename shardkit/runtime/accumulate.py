@@ -157,7 +157,7 @@ class Accumulation:
         is_early = self.is_inside and not self._is_full
         parts = (part for one in self._deferred_models for part in one.modules())  # accumulate() may get a wrapper
         self.deferred_gradients.note_backward(model, is_early and any(model is part for part in parts))
-        if (loader := active_loader(self._loaders)) is not None:
+        for loader in self._loaders:
             loader.note_backward()
         self._backwards = replace(
             self._backwards,
