@@ -4,6 +4,7 @@ A window is the micro-batches of one optimizer step: the configured number, or f
 is the mean over its micro-batches, so a window of n, also a short one, equals one batch of its n micro-batches.
 """
 
+import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -68,6 +69,8 @@ class Accumulation:
         """Micro-batches of the full window; 0 while one is being filled, and in loops without `accumulate()`."""
         self._full_windows = 0
         self._loader_of_window: PreparedLoader | None = None
+        self._newest_batch = 0
+        """`last_yield` of the newest batch that the last micro-batch had."""
         self._deferred_models: Sequence[nn.Module] = ()
 
         self._backwards = Backwards()
@@ -296,7 +299,7 @@ class Accumulation:
         self._has_stepped_in_micro_batch = False
         self.counters.micro_step += 1
         self.micro_batches += 1
-        loader = active_loader(self._loaders)
+        loader = self._loader_of_micro_batch()
         is_last = self.ends_with_data and loader is not None and loader.end_of_loader
         self._loader_of_window = loader
         self._is_full = is_last or self.counters.micro_step >= self._planned_size
@@ -304,6 +307,14 @@ class Accumulation:
         self._full_windows += self._is_full
         self._deferred_models = ()
         self._note_batch(self._planned_size)
+
+    def _loader_of_micro_batch(self) -> PreparedLoader | None:
+        """The loader whose end ends the window: of several that have yielded a batch for this micro-batch the longest,
+        since a shorter one begins again in the same loop."""
+        active = active_loader(self._loaders)
+        new = [one for one in self._loaders if one.is_iterating and one.last_yield > self._newest_batch]
+        self._newest_batch = 0 if active is None else active.last_yield
+        return active if len(new) < 2 else max(new, key=lambda one: (_length(one), one.last_yield))
 
     @eager
     def _take_back(self) -> None:
@@ -329,3 +340,11 @@ class Accumulation:
         if samples is not None:
             self.counters.add_samples(samples)
             self.events.on_batch()
+
+
+def _length(loader: PreparedLoader) -> float:
+    """The batches of an epoch; infinite where they are unknown."""
+    try:
+        return len(loader)
+    except TypeError:
+        return math.inf

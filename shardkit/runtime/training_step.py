@@ -24,7 +24,8 @@ class TrainingStep(Topology):
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Context of one micro-batch, from forward to zero_grad. Optimizer, scheduler and zero_grad act only in the
-        last micro-batch of a window. The last batch of the loader ends a window early, with the correct mean."""
+        last micro-batch of a window. The last batch of the loader (of several read side by side: of the longest) ends a
+        window early, with the correct mean."""
         with self._run.accumulation.micro_batch(models or self._run.models):
             yield
 

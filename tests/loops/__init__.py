@@ -14,6 +14,7 @@ from tests.loops import (  # noqa: F401
     handles,
     optimizers,
     phases,
+    several_loaders,
     steps,
     tasks,
     vectors,
