@@ -20,7 +20,8 @@ from shardkit.sharding.dtensor_operators import as_torch_does, handle
 _aten = torch.ops.aten
 _FILLS = (_aten.fill_.Tensor, _aten.fill_.Scalar)
 _ASSIGNMENTS = (_aten.copy_.default, *_FILLS)
-"""What torch calls for `tensor[...] = values`, without a method of the part; from 2.15 on fill_.Scalar for a number."""
+"""What torch calls for `tensor[...] = values`, without a method of the part. For a number: fill_.Tensor on the CPU and
+CUDA, copy_ from an expanded tensor on other devices, fill_.Scalar from 2.15 on."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,9 @@ def _assign(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     target: Any = args[0]
     value: Any = args[1]
     if not isinstance(target, CopiedPart):
-        if operator in _FILLS and not isinstance(value, DTensor):
+        if not isinstance(value, DTensor) and (operator in _FILLS or _is_expanded(value)):
             with torch.no_grad():
-                target.to_local().fill_(value)
+                target.to_local().fill_(value if operator in _FILLS else value[(0,) * value.dim()])
             return target
         return as_torch_does(operator, args, kwargs)
     rows = vars(target).get("shardkit_rows")
@@ -160,3 +161,9 @@ def _assign(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             target.to_local().copy_(value)
     rows.write(target)
     return target
+
+
+def _is_expanded(values: torch.Tensor) -> bool:
+    """Whether all values are one number in memory."""
+    steps = zip(values.shape, values.stride(), strict=True)
+    return values.numel() > 0 and all(size == 1 or step == 0 for size, step in steps)

@@ -200,12 +200,12 @@ def _refuse_pickling(protocol: int) -> Any:
 def _apply_in_place(
     model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> nn.Module:
-    """What `model.to(...)`, `.half()` and the like call: sharded parameters stay as they are. UsageError where they
-    would get another dtype or device, which FSDP does not follow."""
+    """What `model.to(...)`, `.half()` and the like call: sharded parameters stay as they are, and offloaded ones where
+    they are. UsageError where they would get another dtype or device, which FSDP does not follow."""
     for fqn, parameter in model.named_parameters():
         mine = local_part(parameter)
-        found, wanted = (mine.dtype, mine.device), convert(mine)
-        if (wanted.dtype, wanted.device) != found:
+        wanted = convert(mine)
+        if wanted.dtype != mine.dtype or wanted.device not in _places(parameter):
             raise UsageError(
                 f"model.to: a sharded model keeps its dtype and device (got {wanted.dtype} on {wanted.device}, {fqn} "
                 f"has {mine.dtype} on {mine.device}); convert the model before prepare, or set mixed_precision; "
@@ -216,6 +216,12 @@ def _apply_in_place(
             if buffer is not None:
                 module._buffers[name] = convert(buffer)
     return model
+
+
+def _places(parameter: torch.Tensor) -> list[torch.device]:
+    """Where a parameter is, and where it is used: one that is offloaded comes to the device for each use."""
+    mine = local_part(parameter).device
+    return [mine, accelerators.current(parameter.device_mesh.device_type)] if is_dtensor(parameter) else [mine]
 
 
 def _shard_what_is_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
