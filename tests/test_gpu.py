@@ -211,7 +211,11 @@ def test_two_ranks_share_one_device_through_gloo(tmp_path, device, strategy):
 @ON_BOTH
 @pytest.mark.parametrize("part", range(PARTS))
 def test_loops_that_people_write_are_plain_torch(tmp_path, device, part):
-    """All of `tests/loops`, on one rank: sharded, not sharded, and with parameters in host memory."""
+    loops_part(tmp_path, device, part)
+
+
+def loops_part(tmp_path: Path, device: str, part: int) -> None:
+    """One of the PARTS of `tests/loops`, on one rank: sharded, not sharded, and with parameters in host memory."""
     answer = tmp_path / "problems.json"
     script = [ROOT / "tests" / "scripts" / "loops_on_device.py", device, str(part), str(PARTS), answer]
     done = subprocess.run(

@@ -16,7 +16,7 @@ import torch
 from shardkit.compat.operations import send_to_device
 from tests import openreg
 from tests.printed import ROOT
-from tests.test_gpu import carry, fsdp, reference, run, variables
+from tests.test_gpu import PARTS, carry, fsdp, loops_part, reference, run, variables
 
 pytestmark = [
     pytest.mark.openreg,
@@ -70,6 +70,11 @@ def test_a_resumed_run_is_equal_to_the_bit(tmp_path):
 @pytest.mark.parametrize(("first", "second"), [(DEVICE, "cpu"), ("cpu", DEVICE)])
 def test_a_state_and_an_export_go_from_one_device_to_another(tmp_path, first, second):
     carry(tmp_path, first, second)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_loops_that_people_write_are_plain_torch(tmp_path, part):
+    loops_part(tmp_path, DEVICE, part)
 
 
 def test_a_device_named_by_its_number_is_this_machines():

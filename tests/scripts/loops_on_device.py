@@ -1,6 +1,6 @@
 """One process that runs loops of tests/loops on one device, and compares them with plain torch on the CPU.
 
-    python loops_on_device.py cpu|cuda PART PARTS RESULT.json
+    python loops_on_device.py cpu|cuda|openreg PART PARTS RESULT.json
 
 Of all loops it takes every PARTS-th from number PART on, under strategies 1 and 3, and 1 with offloaded parameters. The
 result: {loop and way: what differs}.
@@ -15,23 +15,32 @@ from typing import Any
 import numpy
 import torch.distributed as dist
 
-from tests import loops
+from tests import loops, openreg
 
 # Numbers are drawn on the device, which has others than the CPU.
 DRAWN = ("rows_written", "values_drawn_after_prepare")
 # Gradients that live in host memory are joined by operations on the device.
 NOT_OFFLOADED = ("gradients_joined_and_split", "rows_written_by_way_of_the_whole")
+# torch_openreg has no convolutions, no GRU cells, and no views of complex numbers.
+NOT_ON_OPENREG = (
+    "a_state_kept_between_steps",
+    "channels_last_before_prepare",
+    "channels_last_after_prepare",
+    "complex_weights",
+)
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "openreg": "cpu:gloo,openreg:through_host"}
 # Of the same operations in another order; the device's kernels for sums are others, too.
 BOUND = 1e-3
 
 
 def main() -> None:
     device, part, parts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
+    if device == "openreg":
+        openreg.prepare()
+    dist.init_process_group(BACKENDS[device], store=dist.HashStore(), rank=0, world_size=1)
+    left_out = (*DRAWN, *(NOT_ON_OPENREG if device == "openreg" else ()))
     problems = {}
-    for name in [name for name in loops.LOOPS if name not in DRAWN][part::parts]:
+    for name in [name for name in loops.LOOPS if name not in left_out][part::parts]:
         expected = loops.plain(name)
         for way, strategy, fsdp in (("", 1, {}), ("", 3, {}), (" offloaded", 1, {"fsdp_offload_params": True})):
             if not (fsdp and name in NOT_OFFLOADED):
