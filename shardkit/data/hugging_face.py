@@ -19,7 +19,7 @@ def split_of(dataset: Any) -> tuple[int, int] | None:
 
 def first_row(dataset: Any) -> list[dict[str, Any]]:
     """The first row of a `datasets.Dataset`, as stored: nothing is decoded or transformed. Empty for other datasets."""
-    if not (hasattr(dataset, "_fingerprint") and hasattr(dataset, "with_format")) or is_stream(dataset):
+    if not (hasattr(type(dataset), "with_format") and hasattr(dataset, "_fingerprint")) or is_stream(dataset):
         return []
     return dataset.with_format("arrow")[:1].to_pylist()
 
