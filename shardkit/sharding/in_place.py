@@ -2,7 +2,8 @@
 sharded tensor goes into a plain one; and a sum into what has one element along the sharded dim, such as the bias of a
 single output, by a tensor that is whole: the gradient of a penalty (torch takes such a dim for one that is broadcast);
 and between meshes over the same ranks: a library that shards a reference model itself, with `fully_shard(model)`, gets
-a mesh without our names, and then mixes the trained weights into it. Checked on torch 2.13.
+a mesh without our names, and then mixes the trained weights into it; and of a norm or another value that is pending:
+`p.grad.norm().clamp_(min=eps)` of adaptive clipping, `norm += eps`. Checked on torch 2.13.
 """
 
 from functools import cache
@@ -10,19 +11,25 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from shardkit.distributed.tensors import is_dtensor, local_part, whole
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
 from shardkit.sharding.settled import is_single, redistributed
 
 _aten = torch.ops.aten
+_OF_NUMBERS = (
+    *(_aten.clamp_.default, _aten.clamp_.Tensor, _aten.clamp_min_.default, _aten.clamp_max_.default),
+    *(_aten.pow_.Scalar, _aten.sqrt_.default, _aten.rsqrt_.default, _aten.reciprocal_.default),
+    *(_aten.abs_.default, _aten.neg_.default, _aten.exp_.default, _aten.log_.default),
+)
 
 
 @cache
 def install() -> None:
     """Makes it that of whole tensors. Has an effect once per process."""
     handle((_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor), _change)
+    handle(_OF_NUMBERS, _settle)
 
 
 def _change(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -36,6 +43,19 @@ def _change(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if is_dtensor(tensor) and is_dtensor(value) and value.shape == tensor.shape and is_single(tensor):
         operator(local_part(tensor), local_part(redistributed(value, tensor.placements)), **kwargs)
         return tensor
+    return _settle(operator, args, kwargs)
+
+
+def _settle(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Collective where the tensor's value is pending, and the operator does not keep it so."""
+    try:
+        return as_torch_does(operator, args, kwargs)
+    except RuntimeError:  # before anything is computed
+        tensor = args[0]
+        if not (is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements)):
+            raise
+    known = redistributed(tensor, [Replicate() if one.is_partial() else one for one in tensor.placements])
+    tensor._local_tensor, tensor._spec = known._local_tensor, known._spec
     return as_torch_does(operator, args, kwargs)
 
 

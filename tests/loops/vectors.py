@@ -1,4 +1,5 @@
-"""Loops that join all weights or gradients into one vector; torch refuses to flatten or to add some of their sizes."""
+"""Loops that join all weights or gradients into one vector, or take their norms; torch refuses to flatten or to add
+some of their sizes, and to change what is pending."""
 
 from __future__ import annotations
 
@@ -77,3 +78,38 @@ def a_penalty_of_the_vector_in_windows(run: Run) -> None:
             loss = loss_of(model, run.batch(micro)) + 0.01 * parameters_to_vector(model.parameters()).pow(2).sum()
             run.backward(loss + 0.01 * sum(p.pow(2).sum() for p in model.parameters()))
             run.step(optimizer)
+
+
+def _norms_of_units(x: torch.Tensor) -> torch.Tensor:
+    return x.norm() if x.dim() < 2 else x.norm(dim=tuple(range(1, x.dim())), keepdim=True)
+
+
+@loop()
+def adaptive_clipping(run: Run) -> None:
+    """As timm writes it: norms are limited in place."""
+    model, optimizer = _begun(run, Scaled)
+    for step in range(run.steps):
+        loss = loss_of(model, run.batch(step))
+        run.backward(loss)
+        for p in model.parameters():
+            gradient: Any = p.grad
+            largest = _norms_of_units(p.detach()).clamp_(min=1e-3).mul_(0.01)
+            norms = _norms_of_units(gradient)
+            clipped = gradient * (largest / norms.clamp(min=1e-6))
+            gradient.detach().copy_(torch.where(norms < largest, gradient, clipped))
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
+@loop()
+def norms_changed_in_place(run: Run) -> None:
+    model, optimizer = started(run)
+    for step in range(2):
+        run.backward(loss_of(model, run.batch(step)))
+        for p in model.parameters():
+            gradient: Any = p.grad
+            for value in (gradient.norm(), gradient.abs().sum(), gradient.max(), gradient.norm(1)):
+                value += 0.5
+                value -= 0.1
+                run.see(value.abs_().clamp_min_(0.1).sqrt_().mul_(0.3).pow_(2).neg_().exp_().log_().clamp_max_(1))
+        run.step(optimizer)
