@@ -36,6 +36,17 @@ NUMBERS: dict[str, Any] = {
     "mean of norms": lambda p: p.norm(dim=0).mean(),
     "norms in one tensor": lambda p: torch.cat([p.norm().view(1), p.norm().view(1)]).sum(),
 }
+EXTREMES: dict[str, Any] = {
+    "largest": lambda p: p.max(),
+    "smallest": lambda p: p.min(),
+    "largest of all": lambda p: p.amax(),
+    "smallest of a row": lambda p: p.amin(1).sum(),
+    "largest of columns": lambda p: p.max(0).values.sum(),
+    "smallest of rows": lambda p: p.min(1).values.sum(),
+    "both": lambda p: p.aminmax().max,
+    "largest magnitude": lambda p: p.norm(float("inf")),
+    "norm": lambda p: p.norm(),
+}
 
 
 def results(run: Run) -> dict[str, Any]:
@@ -75,3 +86,30 @@ def test_penalties_and_numbers_are_those_of_whole_tensors(ranks, world, strategy
         assert set(found) == set(expected) or torch.__version__ < "2.13"
         for name, values in found.items():
             assert values == pytest.approx(expected[name], abs=1e-5), name
+
+
+def extremes_of_one_row(run: Run) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(7, 1)
+    model = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))[0]
+    weight, found = run.unwrap(model).weight, {}
+    for name, extreme in EXTREMES.items():
+        value = extreme(weight)
+        run.backward(value)
+        found[name] = [float(whole(value)), *whole(weight.grad).flatten().tolist()]
+        model.zero_grad()
+    return found
+
+
+def of_one_row_on_ranks() -> dict[str, Any]:
+    fsdp = {"fsdp_auto_wrap_policy": "NO_WRAP"}
+    accelerator = Accelerator(config={"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": fsdp})
+    return extremes_of_one_row(RanksRun(accelerator=accelerator))
+
+
+def test_extremes_of_a_tensor_of_which_a_rank_has_no_part(ranks):
+    """That rank alone would raise, and the others would wait."""
+    expected = extremes_of_one_row(Run())
+    for found in ranks.run(2, of_one_row_on_ranks):
+        for name, values in found.items():
+            assert values == pytest.approx(expected[name], abs=1e-6), name

@@ -2,10 +2,12 @@
 
 torch's are those of whole tensors but for these: means of losses (of parts that differ in size it takes the mean of
 their means, and divides the gradient by the elements of a part), sums of norms that are pending, sums over the dims [],
-which torch itself takes in gradients, any() and all() in further arithmetic, and quotients by sums that are pending.
-(Checked on torch 2.11, which alone is wrong in the last, 2.13 and 2.15.)
+which torch itself takes in gradients, any() and all() in further arithmetic, quotients by sums that are pending, and
+the largest and smallest values of a tensor of which a rank has no part: that rank alone would raise.
+(Checked on torch 2.11, which alone is wrong in the quotients, 2.13 and 2.15.)
 """
 
+import math
 from functools import cache
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from torch.distributed.tensor import Partial
 
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
-from shardkit.sharding.settled import settle
+from shardkit.sharding.settled import has_empty_part, replicated, settle
 
 _aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # the numbers of ATen's reductions
@@ -28,6 +30,11 @@ _GRADIENTS = (
 _SUMS = (_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim)
 _QUOTIENTS = (_aten.div.Tensor, _aten.div_.Tensor)
 _ANSWERS = (_aten.any.default, _aten.any.dim, _aten.any.dims, _aten.all.default, _aten.all.dim, _aten.all.dims)
+_NORM = _aten.linalg_vector_norm.default
+_EXTREMES = (
+    *(_aten.max.default, _aten.min.default, _aten.max.dim, _aten.min.dim, _aten.amax.default, _aten.amin.default),
+    *(_aten.aminmax.default, _NORM),
+)
 
 
 @cache
@@ -38,6 +45,7 @@ def install() -> None:
     handle(_SUMS, _sum)
     handle(_QUOTIENTS, _quotient)
     handle(_ANSWERS, _answer)
+    handle(_EXTREMES, _extreme)
 
 
 def _mean_loss(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,6 +79,14 @@ def _quotient(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _answer(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return settle(as_torch_does(operator, args, kwargs))
+
+
+def _extreme(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, *others = args
+    has_value = operator is _NORM and not math.isinf(_by_name(operator, args, kwargs)["ord"])  # also without elements
+    if not has_value and has_empty_part(tensor):
+        tensor = replicated(tensor)
+    return as_torch_does(operator, (tensor, *others), kwargs)
 
 
 def _adds_up(placement: Any) -> bool:

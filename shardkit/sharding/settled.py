@@ -86,7 +86,7 @@ def _operate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             return _in_place_of_whole(function, first, args[1:], kwargs)
     elif name in _RESHAPES and is_dtensor(first) and (isinstance(first, CopiedPart) or is_uneven(first)):
         return as_copy(settle(function(replicated(first), *args[1:], **kwargs)))
-    elif name in _OF_NOT_NOTHING and is_dtensor(first) and _has_empty_part(first):
+    elif name in _OF_NOT_NOTHING and is_dtensor(first) and has_empty_part(first):
         return function(replicated(first), *args[1:], **kwargs)
     try:
         return settle(function(*args, **kwargs))
@@ -131,7 +131,7 @@ def is_uneven(tensor: DTensor) -> bool:
     return any(size % ranks for size, ranks in _sharded_dims(tensor))
 
 
-def _has_empty_part(tensor: DTensor) -> bool:
+def has_empty_part(tensor: DTensor) -> bool:
     """Whether a rank has no element of it."""
     return any(-(-size // ranks) * (ranks - 1) >= size for size, ranks in _sharded_dims(tensor))
 
