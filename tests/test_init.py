@@ -95,7 +95,8 @@ def saved(folder: Path, tied: bool, split: bool) -> dict[str, Any]:
 
 
 def loaded(strategy: int, folder: Path, tied: bool) -> tuple[dict[str, Any], bool]:
-    model = unwrapped(parallel(empty(tied), config_for(dist.get_world_size(), strategy), folder))
+    prepared = parallel(empty(tied), config_for(dist.get_world_size(), strategy), folder)
+    model = unwrapped(prepared)  # which reduces the gradients as long as the prepared one exists
     models.next_token_loss(model, torch.zeros(1, 4, dtype=torch.long)).backward()
     return values(model), model.head.weight is model.embed.weight
 

@@ -97,9 +97,8 @@ def _untagged(value: Any) -> Any:
         return value
     dtype, shape, is_array, data = value[_TAG]
     found = bytearray(base64.b64decode(data))
-    flat = (
-        torch.frombuffer(found, dtype=getattr(torch, dtype)) if found else torch.empty(0, dtype=getattr(torch, dtype))
-    )
+    kind = getattr(torch, dtype)
+    flat = torch.frombuffer(found, dtype=kind) if found else torch.empty(0, dtype=kind, device="cpu")
     return flat.reshape(shape).numpy() if is_array else flat.reshape(shape)
 
 
