@@ -44,6 +44,9 @@ EXTREMES: dict[str, Any] = {
     "largest of columns": lambda p: p.max(0).values.sum(),
     "smallest of rows": lambda p: p.min(1).values.sum(),
     "both": lambda p: p.aminmax().max,
+    "place of the largest": lambda p: p.argmax() * p.sum(),
+    "places of the smallest": lambda p: (p.argmin(0) * p[0]).sum(),
+    "place in a row": lambda p: (p.argmax(1, keepdim=True) * p).sum(),
     "largest magnitude": lambda p: p.norm(float("inf")),
     "norm": lambda p: p.norm(),
 }
@@ -95,8 +98,13 @@ def extremes_of_one_row(run: Run) -> dict[str, Any]:
     weight, found = run.unwrap(model).weight, {}
     for name, extreme in EXTREMES.items():
         value = extreme(weight)
-        run.backward(value)
-        found[name] = [float(whole(value)), *whole(weight.grad).flatten().tolist()]
+        found[name] = [float(whole(value))]
+        try:
+            run.backward(value)
+            found[name] += whole(weight.grad).flatten().tolist()
+        except RuntimeError as error:  # torch 2.11 lacks the gradients of two
+            if torch.__version__ >= "2.13" or not re.search("aminmax|got mixed", str(error)):
+                raise
         model.zero_grad()
     return found
 
@@ -112,4 +120,5 @@ def test_extremes_of_a_tensor_of_which_a_rank_has_no_part(ranks):
     expected = extremes_of_one_row(Run())
     for found in ranks.run(2, of_one_row_on_ranks):
         for name, values in found.items():
-            assert values == pytest.approx(expected[name], abs=1e-6), name
+            assert values == pytest.approx(expected[name][: len(values)], abs=1e-6), name
+            assert len(values) == len(expected[name]) or torch.__version__ < "2.13"

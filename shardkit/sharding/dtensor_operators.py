@@ -9,17 +9,25 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Called with the operator, its positional and its named arguments, in place of the operator."""
 
 
+_torchs: dict[Any, Handler] = {}
+"""Those of torch itself, where ours stand in their place."""
+
+
 def handle(operators: Iterable[Any], handler: Handler) -> None:
     """Calls the handler for these operators on sharded tensors, from now on and in the whole process. Has no effect on
-    those that have a handler, or on a torch without handlers."""
+    a torch without handlers."""
     handlers = getattr(DTensor._op_dispatcher, "_custom_op_handlers", None)
     if handlers is not None:
         for operator in operators:
-            handlers.setdefault(operator, handler)
+            if operator in handlers:
+                _torchs[operator] = handlers[operator]
+            handlers[operator] = handler
 
 
 def as_torch_does(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operator on sharded tensors without the handler that was installed for it."""
+    if operator in _torchs:
+        return _torchs[operator](operator, args, kwargs)
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handler = handlers.pop(operator, None)  # None where another thread is doing the same
     try:

@@ -3,7 +3,7 @@
 torch's are those of whole tensors but for these: means of losses (of parts that differ in size it takes the mean of
 their means, and divides the gradient by the elements of a part), sums of norms that are pending, sums over the dims [],
 which torch itself takes in gradients, any() and all() in further arithmetic, quotients by sums that are pending, and
-the largest and smallest values of a tensor of which a rank has no part: that rank alone would raise.
+the largest and smallest values, or their places, of a tensor of which a rank has no part: that rank alone would raise.
 (Checked on torch 2.11, which alone is wrong in the quotients, 2.13 and 2.15.)
 """
 
@@ -33,7 +33,7 @@ _ANSWERS = (_aten.any.default, _aten.any.dim, _aten.any.dims, _aten.all.default,
 _NORM = _aten.linalg_vector_norm.default
 _EXTREMES = (
     *(_aten.max.default, _aten.min.default, _aten.max.dim, _aten.min.dim, _aten.amax.default, _aten.amin.default),
-    *(_aten.aminmax.default, _NORM),
+    *(_aten.aminmax.default, _aten.argmax.default, _aten.argmin.default, _NORM),
 )
 
 

@@ -27,8 +27,6 @@ from shardkit.sharding.copied_parts import CopiedPart, as_copy
 
 _ASSIGNING = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__"}
 _RESHAPES = {"view", "reshape", "flatten", "ravel", "view_as", "reshape_as"}
-# Without a value for no elements, which is what a rank has of a tensor with fewer rows than ranks.
-_OF_NOT_NOTHING = {"max", "min", "amax", "amin", "aminmax", "norm", "linalg_vector_norm"}
 # foreach operators that have no method of the same name
 _METHODS = {"maximum": "clamp_min", "minimum": "clamp_max", "maximum_": "clamp_min_", "minimum_": "clamp_max_"}
 # What DTensor says, before anything is computed, of an operator that it lacks: torch 2.11 lacks most of linalg.
@@ -86,8 +84,6 @@ def _operate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             return _in_place_of_whole(function, first, args[1:], kwargs)
     elif name in _RESHAPES and is_dtensor(first) and (isinstance(first, CopiedPart) or is_uneven(first)):
         return as_copy(settle(function(replicated(first), *args[1:], **kwargs)))
-    elif name in _OF_NOT_NOTHING and is_dtensor(first) and has_empty_part(first):
-        return function(replicated(first), *args[1:], **kwargs)
     try:
         return settle(function(*args, **kwargs))
     except (NotImplementedError, RuntimeError) as error:
