@@ -10,9 +10,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from shardkit.checkpoint import disk, folder, manifest, tensors, values
-from shardkit.checkpoint.values import NotStorable, decode, encode
+from shardkit import values
+from shardkit.checkpoint import disk, folder, manifest, tensors
 from shardkit.errors import CheckpointCorrupted
+from shardkit.values import NotStorable, decode, encode
 from tests import checkpoints
 
 

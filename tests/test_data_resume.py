@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import deque
 from itertools import chain
 
 import numpy
@@ -10,8 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from shardkit import Accelerator, ProjectConfiguration, compat, skip_first_batches
-from shardkit.checkpoint import values
+from shardkit import Accelerator, ProjectConfiguration, compat, skip_first_batches, values
 from shardkit.compat.states import AcceleratorState
 from shardkit.data import position
 from tests.loaders import Flow, FlowWithState, flat, prepared, run
@@ -266,33 +266,40 @@ class Drawing(FlowWithState):
         return generators | own | ({} if self.kept is None else {"kept": self.kept})
 
     def load_state_dict(self, state):
-        assert state["by"] == {3: (1.5, None)} and type(state["legacy"]) is tuple
+        assert state["by"] == {3: (1.5, None)} and type(state["legacy"]) is tuple and state.get("kept") == self.kept
         self.position = state["position"]
         self.drawing.bit_generator.state = state["numpy"]
         self.shuffling.set_state(state["torch"])
         self.legacy.set_state(state["legacy"])
 
 
-def test_a_state_with_arrays_tensors_and_scalars_of_numpy(capsys):
-    whole, _ = run(1, dataset=Drawing(26), epochs=3)
+def test_a_state_with_arrays_tensors_sets_and_scalars_of_numpy(capsys):
+    kept = [{1, 2}, b"raw", deque([float("inf")], maxlen=2)]
+    whole, _ = run(1, dataset=Drawing(26, kept), epochs=3)
     for stop, read in ((2, 16), (6, 26 + 16)):
-        _, state = run(2, dataset=Drawing(26), epochs=2, stop=stop)
+        _, state = run(2, dataset=Drawing(26, kept), epochs=2, stop=stop)
         saved = values.decode(json.loads(json.dumps(values.encode(state, "", no_tensor))), no_tensor)
-        rest, _ = run(1, saved, dataset=Drawing(26))
+        rest, _ = run(1, saved, dataset=Drawing(26, kept))
         assert rest == whole[read : 26 if stop == 2 else 52]
     assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("kept", "got"), [({1, 2}, "Object of type set is"), (torch.zeros(2**19), "a tensor of 2,097,152 bytes")]
+    ("kept", "why"),
+    [
+        (object(), "a value of type builtins.object cannot be saved"),
+        (torch.zeros(2**19), "a tensor cannot be saved (it has 2,097,152 bytes, more than 1 MiB)"),
+        (torch.eye(3).to_sparse(), "a tensor cannot be saved ("),
+        (numpy.array(["a"]), "an array cannot be saved (can't convert"),
+    ],
 )
-def test_a_state_that_cannot_be_saved_is_told(capsys, kept, got):
+def test_a_state_that_cannot_be_saved_is_told(capsys, kept, why):
     position._warn_of_state.cache_clear()
     for _ in range(2):
         _, state = run(2, dataset=Drawing(26, kept), stop=2)
         assert state["dataset"] is None
     said = capsys.readouterr().err
-    assert said.count("data: the state of Drawing cannot be saved") == 1 and f"(got {got}" in said
+    assert said.count("data: the state of Drawing cannot be saved") == 1 and f"state_dict().kept: {why}" in said
 
 
 def no_tensor(*_):

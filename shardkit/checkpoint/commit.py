@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 import shardkit
-from shardkit import sizes
+from shardkit import sizes, values
 from shardkit.checkpoint import digest as digests
-from shardkit.checkpoint import disk, faults, folder, in_store, manifest, retention, values
+from shardkit.checkpoint import disk, faults, folder, in_store, manifest, retention
 from shardkit.checkpoint.additions import PROBE
 from shardkit.checkpoint.layout import Index, is_model
 from shardkit.checkpoint.manifest import File, Manifest

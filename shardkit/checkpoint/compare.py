@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from shardkit import values
 from shardkit.checkpoint import digest as digests
-from shardkit.checkpoint import disk, index_json, layout, paths, values
+from shardkit.checkpoint import disk, index_json, layout, paths
 from shardkit.checkpoint.layout import ITEM_BYTES, Box, TensorEntry
 from shardkit.checkpoint.verify import Checkpoint, Files, damages, section_of
 from shardkit.errors import CheckpointCorrupted

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardkit.checkpoint import optimizers, values
+from shardkit import values
+from shardkit.checkpoint import optimizers
 from shardkit.checkpoint.differences import KEEP, Difference
 from shardkit.checkpoint.layout import section_name
 from shardkit.checkpoint.state import Live

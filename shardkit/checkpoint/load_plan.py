@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.checkpoint import differences, kinds, optimizer_groups, optimizers, per_rank, state, tensors, values
+from shardkit import values
+from shardkit.checkpoint import differences, kinds, optimizer_groups, optimizers, per_rank, state, tensors
 from shardkit.checkpoint.differences import KEEP, LEAVE_OUT, Difference
 from shardkit.checkpoint.fill import entry_of_parameter
 from shardkit.checkpoint.layout import Index, TensorEntry, is_model, rank_state, section_name

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardkit.checkpoint.values import ParameterName
 from shardkit.errors import CheckpointError
+from shardkit.values import ParameterName
 
 
 def numbers_of(value: Any, members: list[list[str]]) -> dict[int, str] | None:

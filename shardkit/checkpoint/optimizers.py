@@ -16,14 +16,15 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit.checkpoint import tensors, values
+from shardkit import values
+from shardkit.checkpoint import tensors
 from shardkit.checkpoint.fill import Saved, entry_of_parameter
 from shardkit.checkpoint.layout import TensorEntry
 from shardkit.checkpoint.numbered import numbers_of, with_names, with_numbers
-from shardkit.checkpoint.values import ParameterName
 from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
+from shardkit.values import ParameterName
 
 logger = get_logger(__name__)
 

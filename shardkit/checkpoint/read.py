@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.checkpoint import faults, folder, manifest, optimizers, state, state_json, ties, values
+from shardkit import values
+from shardkit.checkpoint import faults, folder, manifest, optimizers, state, state_json, ties
 from shardkit.checkpoint.differences import KEEP, Difference
 from shardkit.checkpoint.fill import Saved
 from shardkit.checkpoint.folder import SkippedFolder

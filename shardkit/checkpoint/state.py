@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardkit.checkpoint import optimizers, tensors, values
+from shardkit import values
+from shardkit.checkpoint import optimizers, tensors
 from shardkit.checkpoint.layout import Index, Kind, Mesh, section_name
 from shardkit.checkpoint.state_json import extra_state
 from shardkit.distributed import random_state, xla

@@ -3,15 +3,17 @@
 import base64
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
+from shardkit import values
 from shardkit.data import hugging_face
 from shardkit.data.sampler import COMPUTED, DRAWN_WHOLE, ORDERS
+from shardkit.distributed.tensors import bytes_of
 from shardkit.log import get_logger
 
 log = get_logger(__name__)
@@ -20,7 +22,7 @@ EPOCH_IS_OVER = "epoch is over"
 """Stored in place of a stream's own state after the last batch of an epoch: datasets reset there, so their state would
 mean the start of the epoch. Of a map-style dataset too, so that its sampler need not be read to know it."""
 
-_TAG, MOST_STATE_BYTES = "a tensor", 2**20
+MOST_STATE_BYTES = 2**20
 """Of a tensor in a dataset's own state. The states of random generators have some thousand bytes."""
 
 REMEDIES = (
@@ -54,50 +56,37 @@ def stored_state(state: Any, dataset: Any, rank: int) -> Any:
     """The dataset's own state as JSON values; None, with a warning of rank 0, where it cannot be stored so: the
     position is then reached by reading. The inverse of `_own_state`."""
     try:
-        stored = _mapped(_tagged, state)
-        json.dumps(stored, allow_nan=False)
-    except (TypeError, ValueError, RuntimeError) as error:
+        return values.encode(state, "state_dict()", _as_text)
+    except (values.NotStorable, RecursionError) as error:
         if rank == 0:
             _warn_of_state(type(dataset).__name__, str(error))
         return None
-    return stored
 
 
 def _own_state(stored: Any) -> Any:
-    return _mapped(_untagged, stored)
+    return values.decode(stored, _from_text)
 
 
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """The value with `function` applied to what is neither dict, list nor tuple, and to dicts with a tag."""
-    if isinstance(value, dict) and _TAG not in value:
-        return {key: _mapped(function, item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(function, item) for item in value)
-    return function(value)
-
-
-def _tagged(value: Any) -> Any:
-    """An array or a tensor, such as the state of a random generator, as its bytes in text; numpy's scalars as
-    Python's."""
+def _as_text(path: str, value: Any) -> str | None:
+    """A tensor or an array, such as the state of a random generator, with its bytes; None for other values."""
     numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic):
-        return value.item()
     is_array = numpy is not None and isinstance(value, numpy.ndarray)
     if not (is_array or isinstance(value, torch.Tensor)):
-        return value
-    tensor = (torch.from_numpy(value) if is_array else value.detach().cpu()).contiguous()
-    if tensor.nbytes > MOST_STATE_BYTES:
-        raise ValueError(f"a tensor of {tensor.nbytes:,} bytes")
-    data = base64.b64encode(bytes(tensor.reshape(-1).view(torch.uint8).tolist())).decode()
-    return {_TAG: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), is_array, data]}
+        return None
+    try:
+        tensor = torch.from_numpy(value) if is_array else value
+        if tensor.nbytes > MOST_STATE_BYTES:
+            raise ValueError(f"it has {tensor.nbytes:,} bytes, more than 1 MiB")
+        data = base64.b64encode(bytes_of(tensor)).decode()
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = f"{path}: {'an array' if is_array else 'a tensor'} cannot be saved ({error})"
+        raise values.NotStorable(f"{what}; return a smaller or a plain one.") from error
+    return json.dumps([str(tensor.dtype).removeprefix("torch."), list(tensor.shape), is_array, data])
 
 
-def _untagged(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    dtype, shape, is_array, data = value[_TAG]
-    found = bytearray(base64.b64decode(data))
-    kind = getattr(torch, dtype)
+def _from_text(text: str) -> Any:
+    dtype, shape, is_array, data = json.loads(text)
+    found, kind = bytearray(base64.b64decode(data)), getattr(torch, dtype)
     flat = torch.frombuffer(found, dtype=kind) if found else torch.empty(0, dtype=kind, device="cpu")
     return flat.reshape(shape).numpy() if is_array else flat.reshape(shape)
 
@@ -105,9 +94,8 @@ def _untagged(value: Any) -> Any:
 @cache
 def _warn_of_state(dataset: str, reason: str) -> None:
     log.warning(
-        "data: the state of %s cannot be saved (got %s), so a resumed run reads and drops the samples before its "
-        "position, which is exact only where they are the same again; return numbers, texts, lists, dicts, and arrays "
-        "or tensors of up to 1 MiB from state_dict().",
+        "data: the state of %s cannot be saved, so a resumed run reads and drops the samples before its position, "
+        "which is exact only where they are the same again. %s",
         dataset,
         reason,
     )
