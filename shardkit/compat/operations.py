@@ -113,11 +113,7 @@ def recursively_apply(
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
     """The structure with its tensors on the device, except those under `skip_keys` in any of its mappings."""
-    return to_device(tensor, _device(device), [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or []))
-
-
-def _device(device: Any) -> torch.device:
-    return torch.device(device)  # of a number: this machine's accelerator
+    return to_device(tensor, torch.device(device), [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or []))
 
 
 def get_data_structure(data: Any) -> Any:

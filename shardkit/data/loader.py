@@ -230,7 +230,7 @@ class PreparedLoader:
     @property
     def remainder(self) -> int:
         """Real samples in the current global batch if it is padded, else -1."""
-        return self.batch_samples if self._loop is not None and self._loop.is_padded else -1
+        return -1 if self._loop is None else self._loop.remainder
 
     @property
     def batches(self) -> int | None:

@@ -137,6 +137,11 @@ class Loop:
         return self._to_train.pop() if self._to_train else None
 
     @property
+    def remainder(self) -> int:
+        """Real samples in the current global batch if it is padded, else -1."""
+        return self.batch_samples if self.is_padded else -1
+
+    @property
     def was_a_look(self) -> bool:
         """Whether neither a backward nor a step has used its batches. (One that has dropped all batches after a
         restored position, or after those skipped by hand, counts as an epoch.)"""

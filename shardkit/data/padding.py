@@ -27,7 +27,7 @@ def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool
     ended = [(loader, loader.ended) for loader in loaders if not loader.is_iterating]
     for loader, loop in ended:
         if loop is not None and _is_of(given, loader):  # the loop is one batch ahead of `given`
-            return _real(loader, loop.batch_samples if loop.is_padded else -1, size, is_list)
+            return _real(loader, loop.remainder, size, is_list)
     candidates = _read_in_turns(loaders)
     known = [loader for loader in candidates if _is_of(given, loader)]
     possible = known or [loader for loader in candidates if _may_be_of(size, loader)]

@@ -1,6 +1,5 @@
 """Makes buffers that each rank updates locally (running statistics, codebooks) equal on all ranks."""
 
-import ctypes
 from typing import Literal
 
 import torch
@@ -8,7 +7,7 @@ import xxhash
 from torch import nn
 
 from shardkit.distributed import collectives, control
-from shardkit.distributed.tensors import clean_name, is_dtensor, unwrapped
+from shardkit.distributed.tensors import bytes_of, clean_name, is_dtensor, unwrapped
 from shardkit.errors import UsageError
 
 Reduction = Literal["mean", "rank0"]
@@ -25,7 +24,7 @@ def reduce_buffers(model: nn.Module, reduction: Reduction = "mean") -> list[str]
         raise UsageError(f"reduce_buffers: unknown reduction (got {reduction!r}); use mean or rank0.")
     mine, everyone = _plain_buffers(model), control.start()
     kinds = {name: f"{buffer.dtype} {list(buffer.shape)}" for name, buffer in mine.items()}
-    summary = [_digest_of(str(kinds).encode()), _digest_of(*map(_bytes, mine.values()))]
+    summary = [_digest_of(str(kinds).encode()), _digest_of(*map(bytes_of, mine.values()))]
     same_kinds, same_values = everyone.decide(
         summary, lambda answers: [len({*one}) == 1 for one in zip(*answers, strict=True)]
     )
@@ -33,7 +32,7 @@ def reduce_buffers(model: nn.Module, reduction: Reduction = "mean") -> list[str]
         raise UsageError(everyone.decide(kinds, _difference))
     if same_values:
         return []
-    digests = [_digest_of(_bytes(buffer)) for buffer in mine.values()]
+    digests = [_digest_of(bytes_of(buffer)) for buffer in mine.values()]
     names = everyone.decide(digests, lambda answers: _differing(list(mine), answers))
     chosen = [mine[name] for name in names]
     with torch.no_grad():
@@ -69,11 +68,6 @@ def _digest_of(*parts: bytes) -> str:
     for part in parts:
         digest.update(part)
     return digest.hexdigest()
-
-
-def _bytes(buffer: torch.Tensor) -> bytes:
-    data = buffer.detach().to("cpu").contiguous()
-    return ctypes.string_at(data.data_ptr(), data.numel() * data.element_size())
 
 
 def _average(buffers: list[torch.Tensor]) -> None:

@@ -5,6 +5,7 @@ DTensor and FSDP take half a second to import, so this module does not import th
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -66,6 +67,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The local part of a sharded tensor, or the plain tensor; detached, sharing its memory."""
     with torch.no_grad():  # else every call would build an autograd node
         return _plain(tensor.to_local()) if is_dtensor(tensor) else tensor.detach()
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """A copy of the values in memory."""
+    data = tensor.detach().to("cpu").contiguous()
+    return ctypes.string_at(data.data_ptr(), data.nbytes)
 
 
 def memory_of(tensor: torch.Tensor) -> int:

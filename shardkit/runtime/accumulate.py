@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shardkit.data.loader import PreparedLoader, active_loader
+from shardkit.data.sampler import length_of
 from shardkit.distributed import progress, xla
 from shardkit.errors import UsageError
 from shardkit.optim.loss_scale import LossScale
@@ -344,7 +345,5 @@ class Accumulation:
 
 def _length(loader: PreparedLoader) -> float:
     """The batches of an epoch; infinite where they are unknown."""
-    try:
-        return len(loader)
-    except TypeError:
-        return math.inf
+    found = length_of(loader)
+    return math.inf if found is None else found

@@ -148,16 +148,16 @@ def _precision(config: Config, models: Sequence[nn.Module]) -> str:
 
 def _batch(process: Process, config: Config, loaders: Sequence[PreparedLoader]) -> str:
     steps = config.shardkit.gradient_accumulation_steps
+    micro_batches = counted(steps, "micro-batch", "micro-batches")
     if not loaders:
-        return f"{counted(steps, 'micro-batch', 'micro-batches')} a step; no data loader prepared yet"
+        return f"{micro_batches} a step; no data loader prepared yet"
     size, ranks = loaders[0].total_batch_size, process.world_size
     maker = loaders[0].dataset if loaders[0].has_ready_batches else loaders[0].batch_sampler
     if loaders[0].batch_size is None and getattr(maker, "batch_size", None) is None:
         each = "over" if config.shardkit.data.split_batches else "x"
-        micro_batches = counted(steps, "micro-batch", "micro-batches")
         return f"1 of {type(maker).__name__} {each} {counted(ranks, 'rank')} x {micro_batches} a step"
     each = f"{size // ranks} x {counted(ranks, 'rank')}" if size % ranks == 0 else f"{size} over {ranks} ranks"
-    return f"{each} x {counted(steps, 'micro-batch', 'micro-batches')} = {size * steps} samples a step"
+    return f"{each} x {micro_batches} = {size * steps} samples a step"
 
 
 def _settings(config: Config, origins: Mapping[str, str]) -> Iterator[str]:

@@ -171,9 +171,9 @@ class Replica(DistributedDataParallel):
         """Note where the gradients lie that torch's reducer has just reduced: they are views of its buckets."""
         if self._settings["gradient_as_bucket_view"] and len(self._in_buckets) < len(self._managed):
             for parameter in self._all:
-                gradient, number = parameter.grad, id(parameter)
-                if number in self._managed and gradient is not None and gradient.layout == torch.strided:
-                    self._in_buckets[number] = gradient, gradient.data_ptr()
+                gradient, own = parameter.grad, id(parameter)
+                if own in self._managed and gradient is not None and gradient.layout == torch.strided:
+                    self._in_buckets[own] = gradient, gradient.data_ptr()
 
     def _has_left_buckets(self) -> bool:
         """Whether a script has given gradients other memory (`p.grad.data = values`), which torch's reducer would go on

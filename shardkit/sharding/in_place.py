@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from shardkit.distributed.tensors import is_dtensor, local_part, whole
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
-from shardkit.sharding.settled import is_single, redistributed
+from shardkit.sharding.settled import is_single, redistributed, settle
 
 _aten = torch.ops.aten
 _OF_NUMBERS = (
@@ -54,7 +54,7 @@ def _settle(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         tensor = args[0]
         if not (is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements)):
             raise
-    known = redistributed(tensor, [Replicate() if one.is_partial() else one for one in tensor.placements])
+    known = settle(tensor.detach())
     tensor._local_tensor, tensor._spec = known._local_tensor, known._spec
     return as_torch_does(operator, args, kwargs)
 
