@@ -140,12 +140,21 @@ def test_a_model_without_memory_is_filled_from_a_file_and_its_optimizer_follows(
         torch.testing.assert_close(found, weights_of(model), rtol=1e-5, atol=1e-6)
 
 
+class Warming:
+    """A schedule written around its optimizer, which the loop calls in its place."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.step, self.zero_grad = optimizer.step, optimizer.zero_grad
+        self.state_dict, self.load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+
+
 def refusals() -> list[str]:
     accelerator = Accelerator(config=FULL)
     model, other = Model(), Model()
     messages = []
     with pytest.raises(UsageError) as caught:
-        accelerator.prepare(model, {"lr": 1}, "text")
+        accelerator.prepare(model, {"lr": 1}, "text", Warming(torch.optim.SGD(model.parameters(), lr=1)))
     messages.append(str(caught.value))
     model = accelerator.prepare(model)
     with pytest.raises(UsageError) as caught:
@@ -165,6 +174,8 @@ def test_what_cannot_be_prepared_is_refused_in_words(ranks):
         assert kinds.splitlines() == [
             "prepare: argument 2 is neither model, optimizer, data loader nor scheduler (got dict); leave it out.",
             "prepare: argument 3 is neither model, optimizer, data loader nor scheduler (got str); leave it out.",
+            "prepare: argument 4 has zero_grad() as optimizers have, but is no torch.optim.Optimizer (got Warming); "
+            "derive it from that, or prepare the optimizer inside, and create Warming around the prepared one.",
         ]
         assert strangers.startswith("prepare: SGD trains parameters of no prepared model (got 10 of 10")
         assert unknown.startswith("clip: not parameters of a prepared model (got 10); use model.parameters()")

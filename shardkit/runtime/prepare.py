@@ -94,6 +94,8 @@ def kind_of(value: Any) -> Kind | None:
         return "optimizer"
     if isinstance(value, (DataLoader, PreparedLoader)):
         return "loader"
+    if hasattr(value, "zero_grad"):
+        return None
     if all(hasattr(value, name) for name in ("step", "state_dict", "load_state_dict")):
         return "scheduler"
     return None
@@ -146,14 +148,23 @@ def known_optimizer(run: Run, optimizer: Any) -> AcceleratedOptimizer | None:
 def _kinds(objects: Sequence[Any]) -> list[Kind]:
     kinds = [kind_of(value) for value in objects]
     problems = [
-        f"prepare: argument {number} is neither model, optimizer, data loader nor scheduler "
-        f"(got {type(objects[number - 1]).__name__}); leave it out."
+        f"prepare: argument {number} {_not_known(objects[number - 1])}"
         for number, kind in enumerate(kinds, 1)
         if kind is None
     ]
     if problems:
         raise UsageError("\n".join(problems))
     return [kind for kind in kinds if kind is not None]
+
+
+def _not_known(value: Any) -> str:
+    name = type(value).__name__
+    if hasattr(value, "zero_grad"):
+        return (
+            f"has zero_grad() as optimizers have, but is no torch.optim.Optimizer (got {name}); derive it from that, "
+            f"or prepare the optimizer inside, and create {name} around the prepared one."
+        )
+    return f"is neither model, optimizer, data loader nor scheduler (got {name}); leave it out."
 
 
 def _placement(run: Run, objects: Sequence[Any], asked: Sequence[bool | None] | None) -> list[bool]:
