@@ -187,6 +187,7 @@ def spread_again_(tensor: torch.Tensor) -> None:
 def _replace(tensor: torch.Tensor, by: torch.Tensor) -> None:
     with torch.no_grad():
         import_module("_XLAC")._replace_xla_tensor(tensor, by)
+        torch._functionalize_commit_update(tensor)  # else views of it (`detach()`, `t()`) are made of what was there
 
 
 def optimization_barrier(module: torch.nn.Module) -> None:
