@@ -153,6 +153,6 @@ def test_a_reader_looks_at_overlapping_pieces_only(saved, loading):
 
 
 def test_what_needs_no_torch_loads_none():
-    names = ["layout", "manifest", "folder", "disk", "digest", "retention", "lock", "faults", "values", "verify"]
-    code = "import sys\n" + "\n".join(f"import shardkit.checkpoint.{name}" for name in names)
+    names = ["layout", "manifest", "folder", "disk", "digest", "retention", "lock", "faults", "verify"]
+    code = "import sys\nimport shardkit.values\n" + "\n".join(f"import shardkit.checkpoint.{name}" for name in names)
     subprocess.run([sys.executable, "-c", f"{code}\nassert 'torch' not in sys.modules"], check=True, timeout=120)

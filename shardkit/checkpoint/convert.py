@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from shardkit import values
 from shardkit.checkpoint import (
     dcp,
     folder,
@@ -26,7 +27,6 @@ from shardkit.checkpoint import (
     manifest,
     optimizers,
     tensors,
-    values,
     write,
 )
 from shardkit.checkpoint.dcp import LazyTensor
