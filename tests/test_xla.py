@@ -307,6 +307,15 @@ def test_a_state_goes_from_the_devices_to_a_process_and_back(tmp_path, way):
     assert all("devices=" in layout for layout in again["spread"]["parameters"])
 
 
+@pytest.mark.parametrize("settings", [on_xla({}), on_xla({"xla": False})])
+def test_a_state_is_restored_in_the_process_that_went_on_training(tmp_path, settings):
+    found = run(tmp_path, {**DEVICES, **settings}, steps=2, go_back=tmp_path / "state", dropout=0.3)
+    trained, more, again = found["losses"][:2], found["losses"][2:4], found["losses"][4:]
+    assert again == pytest.approx(more, abs=1e-5) and again != pytest.approx(trained, abs=1e-2)
+    is_sharded = not settings
+    assert all(("devices=" in layout) == is_sharded for layout in found["spread"]["parameters"])
+
+
 def launch(folder: Path, steps: int, *arguments: str) -> dict[int, float]:
     """The losses that the template prints, by step, where it goes on with what is in the folder."""
     command = [sys.executable, "-m", "shardkit", "launch", "--resume", "auto", *arguments]

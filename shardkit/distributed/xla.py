@@ -91,9 +91,16 @@ def start(config: Config, processes: int) -> Devices:
 
 
 def flush() -> None:
-    """Runs what is recorded so far; nothing without XLA. The end of a step: else its record would grow for ever."""
+    """Runs what is recorded so far; nothing without XLA. The end of a step: else its record would grow for ever.
+
+    The generator of the devices stays where it is. `sync` alone moves it, so that what is drawn would depend on how
+    often it was called, and be another after a resume.
+    """
     if _started:
+        model = import_module("torch_xla.core.xla_model")
+        state = model.get_rng_state()
         import_module("torch_xla").sync()
+        model.set_rng_state(state)
 
 
 def is_xla(tensor: torch.Tensor) -> bool:

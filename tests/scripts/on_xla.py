@@ -7,6 +7,7 @@ The order: config, steps, and what else is asked for (see `Order`).
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ class Order:
     save_beside: str | None = None
     export: str | None = None
     load_whole: bool = False
+    go_back: str | None = None
+    """The folder of a state: it is saved after the steps, and loaded after as many more, which are then done again."""
     parts: list[str] = field(default_factory=list)
 
 
@@ -63,19 +66,32 @@ def main() -> None:
         accelerator.load_state(order.load)
     if order.load_whole:
         model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-    losses = []
+    losses: list[float] = []
+
+    def train(batches: Iterator[torch.Tensor]) -> Any:
+        """Train the steps; the last gradient norm."""
+        norm = None
+        for _ in range(order.steps * order.accumulate):
+            tokens = next(batches)
+            with accelerator.accumulate(model):
+                loss = models.next_token_loss(model, tokens)
+                accelerator.backward(loss)
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        return norm
+
     batches = iter(loader) if order.steps else iter(())
-    for _ in range(order.steps * order.accumulate):
-        tokens = next(batches)
-        with accelerator.accumulate(model):
-            loss = models.next_token_loss(model, tokens)
-            accelerator.backward(loss)
-            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        losses.append(accelerator.reduce(loss.detach(), "mean").item())
-    found = {"losses": losses, "norm": float(norm) if order.steps else None, "device": str(accelerator.device)}
+    norm = train(batches)
+    if order.go_back is not None:
+        accelerator.save_state(order.go_back)
+        train(batches)
+        del batches  # the loop is left: a loader cannot be moved inside one
+        accelerator.load_state(order.go_back)
+        train(iter(loader))
+    found = {"losses": losses, "norm": None if norm is None else float(norm), "device": str(accelerator.device)}
     found |= {"num_processes": accelerator.num_processes, "type": accelerator.distributed_type.value}
     if order.save is not None:
         accelerator.save_state(order.save)
