@@ -244,7 +244,7 @@ def _walk_fsdp(plan: ShardedSizes, config: Config, kept: Activations) -> Iterato
 
 def _forward(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator[Moment]:
     """A unit is gathered, used, and freed (or kept). The output of its all-gather is alive until that of the next is
-    copied out."""
+    copied out (torch 2.15 frees it earlier)."""
     base = replace(_persistent(plan), gradients=_gradients_before(plan, config))
     alive, held, before = _kept_bytes(plan.root, config, kept), plan.root.gathered_bytes, plan.root
     for unit in plan.units:
