@@ -214,10 +214,10 @@ def test_loops_that_people_write_are_plain_torch(tmp_path, device, part):
     loops_part(tmp_path, device, part)
 
 
-def loops_part(tmp_path: Path, device: str, part: int) -> None:
-    """One of the PARTS of `tests/loops`, on one rank: sharded, not sharded, and with parameters in host memory."""
+def loops_part(tmp_path: Path, device: str, part: int, parts: int = PARTS) -> None:
+    """A part of `tests/loops`, on one rank: sharded, not sharded, and with parameters in host memory."""
     answer = tmp_path / "problems.json"
-    script = [ROOT / "tests" / "scripts" / "loops_on_device.py", device, str(part), str(PARTS), answer]
+    script = [ROOT / "tests" / "scripts" / "loops_on_device.py", device, str(part), str(parts), answer]
     done = subprocess.run(
         [sys.executable, *script], capture_output=True, text=True, timeout=280, cwd=tmp_path, env=variables()
     )

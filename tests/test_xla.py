@@ -23,6 +23,7 @@ from shardkit.config.schema import Config
 from shardkit.errors import MachineError, RankFailure
 from shardkit.launch import pod
 from tests.printed import ROOT
+from tests.test_gpu import loops_part, variables
 
 ON_XLA = [
     pytest.mark.xla,
@@ -314,6 +315,60 @@ def test_a_state_is_restored_in_the_process_that_went_on_training(tmp_path, sett
     assert again == pytest.approx(more, abs=1e-5) and again != pytest.approx(trained, abs=1e-2)
     is_sharded = not settings
     assert all(("devices=" in layout) == is_sharded for layout in found["spread"]["parameters"])
+
+
+SHARED = """
+import copy, torch
+from torch import nn
+from shardkit import Accelerator
+
+accelerator = Accelerator(config={"distributed_type": "XLA", "use_cpu": True, "num_processes": 4})
+tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+tied[1].weight = nn.Parameter(tied[0].weight.data)
+for model in (tied, torch.jit.script(nn.Linear(3, 3))):
+    try:
+        accelerator.prepare(model)
+    except Exception as error:
+        print(error)
+
+
+class Block(nn.Linear):
+    pass
+
+
+settings = {"fsdp_activation_checkpointing": True, "fsdp_transformer_layer_cls_to_wrap": "Block"}
+config = {"distributed_type": "XLA", "use_cpu": True, "num_processes": 4, "fsdp_config": settings}
+model = Accelerator(config=config).prepare(nn.Sequential(Block(3, 3), Block(3, 3)))
+zero = copy.deepcopy(model)
+with torch.no_grad():
+    for p in zero.parameters():
+        p.zero_()
+inputs = torch.ones(4, 3, device=accelerator.device, requires_grad=True)
+print([bool(one(inputs).any()) for one in (model, zero)])
+with torch.inference_mode():
+    print([bool(one(inputs).any()) for one in (model, zero)])
+"""
+
+
+@pytest.mark.parametrize("_", [on_xla(None)])
+def test_a_copy_has_parameters_of_its_own_and_what_would_lose_them_is_refused(tmp_path, _):
+    done = subprocess.run(
+        [sys.executable, "-c", SHARED], capture_output=True, text=True, timeout=280, cwd=tmp_path, env=variables()
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "model: 0.weight and 1.weight are different tensors in the same memory, which they would not share on XLA "
+        "devices; give both modules the same parameter, or copy one of them (.clone()).",
+        "model: it is a TorchScript module, whose parameters stay in host memory; give the module that it was made "
+        "from.",
+        "[True, False]",
+        "[True, False]",
+    ]
+
+
+@pytest.mark.parametrize("part", [on_xla(number) for number in range(24)])
+def test_loops_that_people_write_are_plain_torch(tmp_path, part):
+    loops_part(tmp_path, "xla", part, 24)
 
 
 def launch(folder: Path, steps: int, *arguments: str) -> dict[int, float]:

@@ -206,6 +206,8 @@ def _unfit(model: nn.Module, config: Config) -> list[str]:
     problems = [f"model: {fqn} has no shape yet; run one batch through the model first." for fqn in lazy]
     if config.mode == "fsdp":
         problems += _unfit_for_fsdp(model)
+    if config.mode == "xla":
+        problems += _unfit_for_xla(model)
     if config.mode == "ddp" and config.num_processes > 1:
         problems += refused_hooks(model)
     if config.mode in ("fsdp", "ddp") and config.num_processes > 1:
@@ -237,12 +239,35 @@ def _unfit_for_fsdp(model: nn.Module) -> list[str]:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
     ]
     problems += [
-        f"model: {fqn or 'it'} is a TorchScript module, whose parameters FSDP cannot shard; give the module that it "
-        "was made from, or use strategy NO_SHARD."
+        f"model: {name} is a TorchScript module, whose parameters FSDP cannot shard; give the module that it was made "
+        "from, or use strategy NO_SHARD."
+        for name in _scripts(model)
+    ]
+    return problems
+
+
+def _unfit_for_xla(model: nn.Module) -> list[str]:
+    """Problems of a model whose parameters cannot be replaced by others on XLA devices."""
+    problems = [
+        f"model: {one} and {other} are different tensors in the same memory, which they would not share on XLA "
+        "devices; give both modules the same parameter, or copy one of them (.clone())."
+        for one, other in pairs_in_same_memory(model)[:3]
+    ]
+    problems += [
+        f"model: {name} is a TorchScript module, whose parameters stay in host memory; give the module that it was "
+        "made from."
+        for name in _scripts(model)
+    ]
+    return problems
+
+
+def _scripts(model: nn.Module) -> list[str]:
+    """Names of TorchScript modules with parameters of their own."""
+    return [
+        fqn or "it"
         for fqn, module in model.named_modules()
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters(recurse=False))
     ]
-    return problems
 
 
 def _changed_in_forward(model: nn.Module) -> list[str]:

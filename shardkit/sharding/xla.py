@@ -7,7 +7,6 @@ parameters stay tied, and models can also be replicated.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -31,6 +30,8 @@ def shard(model: nn.Module, units: Units, blocks: Iterable[nn.Module], config: C
     _move(model, replicated if settings.shards(config) else {id(p) for p in model.parameters()})
     if settings.recomputes(config):
         activation.change_blocks(model, blocks, _recompute, config.shardkit.recompute_every)
+    for module in {id(one): one for one in (model, *(unit.module for unit in units.units))}.values():
+        activation.change_forward(module, _without_inference_mode)
     if not settings.shards(config):
         return
     for unit in units.units:
@@ -85,12 +86,19 @@ def _spread_what_was_loaded(model: nn.Module, _: Any) -> None:
         xla.spread_again_(parameter)
 
 
+def _without_inference_mode(_: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Forward without gradients in `torch.inference_mode()`, in which torch_xla's linear layers and convolutions
+    fail."""
+    if not torch.is_inference_mode_enabled():
+        return forward(*args, **kwargs)
+    with torch.inference_mode(False), torch.no_grad():
+        return forward(*args, **kwargs)
+
+
 def _recompute(block: nn.Module) -> None:
     """Apply activation checkpointing to a block."""
-    forward = block.forward
 
-    @wraps(forward)
-    def recomputing(*args: Any, **kwargs: Any) -> Any:
+    def recomputing(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         names, given = list(kwargs), [*args, *kwargs.values()]
         is_trained = any(isinstance(one, torch.Tensor) and one.requires_grad for one in given)
         if not (torch.is_grad_enabled() and is_trained):  # without gradients of its inputs, it cannot be recomputed
@@ -101,4 +109,4 @@ def _recompute(block: nn.Module) -> None:
 
         return xla.checkpoint(MethodType(whole, block), *given)
 
-    block.forward = recomputing
+    activation.change_forward(block, recomputing)

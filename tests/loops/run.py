@@ -40,6 +40,11 @@ class Loop:
     is_long_run_only: bool = False
     """Whether only `make test-loops` runs it, on two ranks too."""
 
+    def refusal(self, strategy: int, device: str) -> str | None:
+        """What the error says where the loop is refused here; None where it runs. On XLA devices tensors are whole, as
+        under strategy 3."""
+        return self.refused.get(3 if device == "xla" else strategy) if _world() > 1 or self.refused_alone else None
+
 
 LOOPS: dict[str, Loop] = {}
 
@@ -163,7 +168,8 @@ class RanksRun(Run):
         return whole.chunk(self.accelerator.num_processes)[self.accelerator.process_index].to(self.device)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        return all_gather_tensor_autograd(part.contiguous(), 0, dist.group.WORLD)
+        is_whole = self.device.type == "xla"
+        return part if is_whole else all_gather_tensor_autograd(part.contiguous(), 0, dist.group.WORLD)
 
     def loader(self, samples: int, size: int = BATCH) -> Any:
         return super().loader(samples, size // self.accelerator.num_processes)
@@ -228,9 +234,7 @@ def on_ranks(name: str, strategies: tuple[int, ...], device: str = "cpu", **fsdp
         accelerator = Accelerator(config=config_of(strategy, one, device, **fsdp))
         run = RanksRun(accelerator=accelerator, accumulation=one.accumulation)
         torch.manual_seed(0)
-        found[strategy] = _result(
-            one, run, strategy in one.refused and (dist.get_world_size() > 1 or one.refused_alone)
-        )
+        found[strategy] = _result(one, run, strategy in one.refused and (_world() > 1 or one.refused_alone))
         accelerator.free_memory()
     return found
 
@@ -253,12 +257,18 @@ def numbers(run: Run) -> dict[str, Any]:
     return {name: as_double(tensor) for name, tensor in run.weights().items()}
 
 
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def config_of(strategy: int, one: Loop, device: str = "cpu", **fsdp: Any) -> Config:
-    """Small units; hybrid strategies on four ranks are 2 x 2, else each rank is a replica."""
-    world = dist.get_world_size()
+    """Small units; hybrid strategies on four ranks are 2 x 2, else each rank is a replica. On XLA devices one process
+    drives four."""
+    world = 4 if device == "xla" else _world()
     sizes = {"replicate_size": 2, "shard_size": 2} if world == 4 else {"replicate_size": world, "shard_size": 1}
     return Config(
-        use_cpu=device == "cpu",
+        **({"distributed_type": "XLA"} if device == "xla" else {}),
+        use_cpu=device in ("cpu", "xla"),
         num_processes=world,
         fsdp_config={"fsdp_sharding_strategy": strategy, **one.fsdp, **fsdp},
         shardkit={

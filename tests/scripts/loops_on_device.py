@@ -1,9 +1,9 @@
 """One process that runs loops of tests/loops on one device, and compares them with plain torch on the CPU.
 
-    python loops_on_device.py cpu|cuda|openreg PART PARTS RESULT.json
+    python loops_on_device.py cpu|cuda|openreg|xla PART PARTS RESULT.json
 
-Of all loops it takes every PARTS-th from number PART on, under strategies 1 and 3, and 1 with offloaded parameters. The
-result: {loop and way: what differs}.
+Of all loops it takes every PARTS-th from number PART on, under strategies 1 and 3, and 1 with offloaded parameters; on
+XLA devices, of which there are four, under strategy 1. The result: {loop and way: what differs}.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 import torch.distributed as dist
 
+from shardkit import Accelerator
 from tests import loops, openreg
 
 # Numbers are drawn on the device, which has others than the CPU.
@@ -28,6 +29,17 @@ NOT_ON_OPENREG = (
     "channels_last_after_prepare",
     "complex_weights",
 )
+# torch_xla has no norms of complex gradients, no mean(0) of one number, no checkpoint of torch's own, and nothing here
+# that torch.func can differentiate.
+NOT_ON_XLA = (
+    "complex_weights",
+    "a_penalty_in_the_loss",
+    "recomputing_by_a_backward_inside",
+    "recomputing_by_hooks",
+    "gradients_of_each_sample",
+    "scripted",
+)
+LEFT_OUT = {"openreg": NOT_ON_OPENREG, "xla": NOT_ON_XLA}
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "openreg": "cpu:gloo,openreg:through_host"}
 # Of the same operations in another order; the device's kernels for sums are others, too.
 BOUND = 1e-3
@@ -37,16 +49,21 @@ def main() -> None:
     device, part, parts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     if device == "openreg":
         openreg.prepare()
-    dist.init_process_group(BACKENDS[device], store=dist.HashStore(), rank=0, world_size=1)
-    left_out = (*DRAWN, *(NOT_ON_OPENREG if device == "openreg" else ()))
+    if device == "xla":  # before the first backward, at which torch lists its devices
+        Accelerator(config=loops.config_of(1, loops.LOOPS["usual"], device)).free_memory()
+    else:
+        dist.init_process_group(BACKENDS[device], store=dist.HashStore(), rank=0, world_size=1)
+    ways = [("", 1, {}), ("", 3, {}), (" offloaded", 1, {"fsdp_offload_params": True})][: 1 if device == "xla" else 3]
+    left_out = (*DRAWN, *LEFT_OUT.get(device, ()))
     problems = {}
     for name in [name for name in loops.LOOPS if name not in left_out][part::parts]:
         expected = loops.plain(name)
-        for way, strategy, fsdp in (("", 1, {}), ("", 3, {}), (" offloaded", 1, {"fsdp_offload_params": True})):
+        for way, strategy, fsdp in ways:
             if not (fsdp and name in NOT_OFFLOADED):
                 problem = _problem(name, strategy, device, fsdp, expected)
                 problems |= {f"{name}, strategy {strategy}{way}": problem} if problem else {}
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     Path(sys.argv[4]).write_text(json.dumps(problems))
 
 
@@ -57,7 +74,7 @@ def _problem(name: str, strategy: int, device: str, fsdp: dict[str, Any], expect
     except Exception:  # the other loops run all the same
         return traceback.format_exc()[-2000:]
     if isinstance(found, str):
-        return None if loops.LOOPS[name].refused[strategy] in found else found
+        return None if (loops.LOOPS[name].refusal(strategy, device) or "") in found else found
     seen = numpy.array(found[0]), numpy.array(expected[0])
     if seen[0].shape != seen[1].shape or not numpy.allclose(*seen, rtol=BOUND, atol=BOUND):
         return f"saw {found[0]}, in plain torch {expected[0]}"
