@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -198,9 +199,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=1e-3, momentum=0.9),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
-    "transformers_adafactor": lambda p: transformers_adafactor(p),
     "lion": lambda p: Lion(p),
 }
+if find_spec("transformers") is not None:  # which machines with other devices may lack
+    OPTIMIZERS["transformers_adafactor"] = lambda p: transformers_adafactor(p)
 
 
 def transformers_adafactor(parameters: Any) -> torch.optim.Optimizer:
