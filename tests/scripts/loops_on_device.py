@@ -30,13 +30,14 @@ NOT_ON_OPENREG = (
     "complex_weights",
 )
 # torch_xla has no norms of complex gradients, no mean(0) of one number, no checkpoint of torch's own, and nothing here
-# that torch.func can differentiate.
+# that torch.func can differentiate; Muon computes in bf16, with other roundings.
 NOT_ON_XLA = (
     "complex_weights",
     "a_penalty_in_the_loss",
     "recomputing_by_a_backward_inside",
     "recomputing_by_hooks",
     "gradients_of_each_sample",
+    "with_muon",
     "scripted",
 )
 LEFT_OUT = {"openreg": NOT_ON_OPENREG, "xla": NOT_ON_XLA}
