@@ -4,8 +4,8 @@ None, bool, int, float, str, list and dict with string keys stay unchanged. Othe
 {"$bytes": base64}, {"$float": "inf"}, {"$dict": [[key, value], ...]} for other keys, {"$counter": ...}, {"$set": ...},
 {"$deque": ...}, {"$bounded_deque": [maxlen, [...]]}, {"$module_state": [{...}, {module: version}]} for the state dict
 of a module with versions, {"$param": fqn} for the number of a parameter, and {"$tensor": name} for a tensor, which the
-caller stores separately. Numpy's scalars become Python's, and types beside these their plain one: see `as_present`.
-Any other type is an error that names the path of the value.
+caller stores under this name, or in it. Numpy's scalars become Python's, and types beside these their plain one: see
+`as_present`. Any other type is an error that names the path of the value.
 """
 
 import base64
@@ -120,7 +120,7 @@ def _decode(value: Any, load_tensor: Callable[[str], Any]) -> Any:
         return value
     if len(value) == 1:
         ((tag, inner),) = value.items()
-        if tag.startswith("$"):
+        if isinstance(tag, str) and tag.startswith("$"):  # a state that never was JSON may have other keys
             return _decode_tagged(tag, inner, load_tensor)
     return {key: _decode(item, load_tensor) for key, item in value.items()}
 
