@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardkit.config import xla as settings
 from shardkit.config.schema import Config
@@ -87,12 +87,13 @@ def _spread_what_was_loaded(model: nn.Module, _: Any) -> None:
 
 
 def _without_inference_mode(_: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Forward without gradients in `torch.inference_mode()`, in which torch_xla's linear layers and convolutions
-    fail."""
+    """Forward without gradients in `torch.inference_mode()`, in which torch_xla has no views of tensors that were made
+    outside, such as weights. Outputs are made inside."""
     if not torch.is_inference_mode_enabled():
         return forward(*args, **kwargs)
     with torch.inference_mode(False), torch.no_grad():
-        return forward(*args, **kwargs)
+        output = forward(*args, **kwargs)
+    return tree_map(lambda one: one.clone() if isinstance(one, torch.Tensor) else one, output)
 
 
 def _recompute(block: nn.Module) -> None:

@@ -30,7 +30,7 @@ NOT_ON_OPENREG = (
     "complex_weights",
 )
 # torch_xla has no norms of complex gradients, no mean(0) of one number, no checkpoint of torch's own, and nothing here
-# that torch.func can differentiate; Muon computes in bf16, with other roundings.
+# that torch.func can differentiate. Muon computes in bf16, with other roundings. A line search compiles each trial.
 NOT_ON_XLA = (
     "complex_weights",
     "a_penalty_in_the_loss",
@@ -38,6 +38,7 @@ NOT_ON_XLA = (
     "recomputing_by_hooks",
     "gradients_of_each_sample",
     "with_muon",
+    "with_lbfgs",
     "scripted",
 )
 LEFT_OUT = {"openreg": NOT_ON_OPENREG, "xla": NOT_ON_XLA}
