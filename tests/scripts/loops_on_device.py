@@ -29,8 +29,9 @@ NOT_ON_OPENREG = (
     "channels_last_after_prepare",
     "complex_weights",
 )
-# torch_xla has no norms of complex gradients, no mean(0) of one number, no checkpoint of torch's own, and nothing here
-# that torch.func can differentiate. Muon computes in bf16, with other roundings. A line search compiles each trial.
+# torch_xla has no norms of complex gradients, no mean(0) of one number, no checkpoint or GradScaler of torch's own, and
+# nothing here that torch.func can differentiate. Muon computes in bf16, with other roundings. A line
+# search compiles each trial.
 NOT_ON_XLA = (
     "complex_weights",
     "a_penalty_in_the_loss",
@@ -40,6 +41,7 @@ NOT_ON_XLA = (
     "with_muon",
     "with_lbfgs",
     "scripted",
+    "a_scaler_of_the_script",
 )
 LEFT_OUT = {"openreg": NOT_ON_OPENREG, "xla": NOT_ON_XLA}
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "openreg": "cpu:gloo,openreg:through_host"}
