@@ -30,8 +30,8 @@ def shard(model: nn.Module, units: Units, blocks: Iterable[nn.Module], config: C
     _move(model, replicated if settings.shards(config) else {id(p) for p in model.parameters()})
     if settings.recomputes(config):
         activation.change_blocks(model, blocks, _recompute, config.shardkit.recompute_every)
-    for module in {id(one): one for one in (model, *(unit.module for unit in units.units))}.values():
-        activation.change_forward(module, _without_inference_mode)
+    for unit in units.units:  # the last is the model
+        activation.change_forward(unit.module, _without_inference_mode)
     if not settings.shards(config):
         return
     for unit in units.units:

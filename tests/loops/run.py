@@ -234,7 +234,7 @@ def on_ranks(name: str, strategies: tuple[int, ...], device: str = "cpu", **fsdp
         accelerator = Accelerator(config=config_of(strategy, one, device, **fsdp))
         run = RanksRun(accelerator=accelerator, accumulation=one.accumulation)
         torch.manual_seed(0)
-        found[strategy] = _result(one, run, strategy in one.refused and (_world() > 1 or one.refused_alone))
+        found[strategy] = _result(one, run, one.refusal(strategy, device) is not None)
         accelerator.free_memory()
     return found
 
