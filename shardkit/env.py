@@ -4,7 +4,7 @@ Every environment variable that processes pass to each other, or that a schedule
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,12 @@ def copy() -> dict[str, str]:
 def update(variables: Mapping[str, str]) -> None:
     """Sets variables for this process and later children."""
     os.environ.update(variables)
+
+
+def remove(names: Iterable[str]) -> None:
+    """Removes variables of this process, where they are set."""
+    for name in names:
+        os.environ.pop(name, None)
 
 
 def replace(variables: Mapping[str, str]) -> None:

@@ -81,6 +81,29 @@ def test_a_signal_that_the_parent_ignored_and_blocked_ends_the_ranks(tmp_path):
     assert "SIGTERM ended the ranks" in said
 
 
+OUTER = """
+import os, subprocess, sys
+subprocess.run([sys.executable, "-m", "shardkit", "launch", "--cpu", "-n", "1", "inner.py"], check=True)
+"""
+
+INNER = """
+import os
+names = "SHARDKIT_MEASURE", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES"
+print("inner", [os.environ.get(name) for name in names], os.environ["ACCELERATE_MIXED_PRECISION"])
+"""
+
+
+@pytest.mark.slow
+def test_a_launch_in_a_rank_has_settings_of_its_own(tmp_path):
+    """ACCELERATE_GRADIENT_ACCUMULATION_STEPS outranks what a script on Accelerate says."""
+    (tmp_path / "outer.py").write_text(OUTER)
+    (tmp_path / "inner.py").write_text(INNER)
+    settings = ["--set", "debug=true", "--set", "shardkit.gradient_accumulation_steps=4", "--mixed-precision", "bf16"]
+    flags = ["--cpu", "-n", "1", "--measure", *settings]
+    done = launch(tmp_path, "-m", "shardkit", "launch", *flags, "outer.py")
+    assert "inner [None, None, None, ''] no" in done.stdout, done.stdout + done.stderr
+
+
 # temporary files
 
 

@@ -39,6 +39,9 @@ FILES_BESIDE = 32
 FILES_OF_A_RANK = 5
 """Two pipes, each open at both ends, and a log. On machine 0 each rank of the run is a connection of the store, too."""
 
+OF_DEVICES = {"CUDA_VISIBLE_DEVICES"}
+"""Variables of a launch that hold for another launch in one of its ranks, too: it has no more devices."""
+
 
 @dataclass(frozen=True)
 class LaunchAttempt:
@@ -93,6 +96,7 @@ def run(spec: LaunchSpec) -> Path:
 @contextlib.contextmanager
 def around(spec: LaunchSpec) -> Iterator[tuple[Start, Path]]:
     """How to start ranks, and the log folder, made; says what runs and, where all went well inside, that it is done."""
+    env.remove((env.get(names.SETTINGS) or "").split(","))  # of a launch that has this one in a rank
     open_files.allow(
         FILES_BESIDE + FILES_OF_A_RANK * spec.ranks_here + spec.world_size,
         f"the launcher of {counted(spec.world_size, 'rank')} needs",
@@ -182,6 +186,7 @@ def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path) -> dict[str, st
     folders.write(path.with_suffix(".origins.json"), json.dumps(spec.origins))  # for the table at the start
     return {
         **spec.environment,
+        names.SETTINGS: ",".join(sorted(spec.environment.keys() - OF_DEVICES)),
         env.RESOLVED: str(path.resolve()),
         names.CONFIG_DIGEST: files.digest(spec.config),
         names.PROGRESS_DIR: str(folder),

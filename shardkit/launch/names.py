@@ -12,6 +12,9 @@ start."""
 NUM_PROCESSES = "SHARDKIT_NUM_PROCESSES"
 """The configured world size."""
 
+SETTINGS = "SHARDKIT_LAUNCH_VARIABLES"
+"""Names, with commas, of the variables in which a launch passes its settings and flags on."""
+
 PROGRESS_DIR = "SHARDKIT_PROGRESS_DIR"
 """Folder, local to the machine, where ranks report their progress."""
 
