@@ -326,6 +326,32 @@ def test_the_file_names_the_model_and_the_settings(capsys):
     assert "* 2 SHARD_GRAD_OP" in out
 
 
+OF_A_FILE = {
+    "own:build": ("own.py", "from torch import nn\n\n\ndef build():\n    return nn.Linear(8, 8)\n"),
+    "conf/config.json": ("conf/config.json", '{"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2}'),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", list(OF_A_FILE))
+def test_the_model_of_a_file_is_found_from_a_folder_below_it(tmp_path, monkeypatch, capsys, model):
+    name, text = OF_A_FILE[model]
+    (tmp_path / "conf").mkdir()
+    (tmp_path / name).write_text(text)
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "shardkit.yaml").write_text(f"# model: {model}\ndistributed_type: FSDP\nnum_processes: 2\n")
+    (tmp_path / "sub folder").mkdir()
+    monkeypatch.chdir(tmp_path / "sub folder")
+    assert "2 ranks" in plan(capsys)
+    Path("train.py").touch()
+    assert run(["submit", "--to", "slurm", "--batch-size", "1", "train.py"]) == 0
+    assert "not planned" not in capsys.readouterr().err
+    if model == "conf/config.json":
+        assert "simulated" in plan(capsys, "--simulate", "--seq-len", "16").lower()
+    code, said = refused(capsys, "--model", model)
+    assert code != 0 and f"--model {model}" in said, "what is typed is of the current folder"
+
+
 def test_machines_of_the_file_have_as_many_ranks_in_another_world(capsys):
     Path("shardkit.yaml").write_text(
         "distributed_type: FSDP\nnum_processes: 8\nnum_machines: 2\nmain_process_ip: 10.0.0.1\n"

@@ -123,6 +123,7 @@ def plan(
         loss=logits,
         ema=averages,
         network=network,
+        file=None if of or model else path,
     )
     result = answer(asked, question, simulation)
     if plot is not None:

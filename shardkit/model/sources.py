@@ -53,6 +53,21 @@ def describe_prepared(spec: str, timeout_s: float = 180.0, folder: Path | None =
     return Prepared([{name: parameter.trainable for name, parameter in tree.owned()}], [])
 
 
+def folder_for(spec: str, file: Path | None) -> Path:
+    """The folder in which to read the model that a configuration file names: the current one, or the file's if the
+    model is only there, as for a command in a folder below that of the file."""
+    here = Path.cwd()
+    folders = [here] if file is None else [here, file.absolute().parent]
+    return next((folder for folder in folders if _is_in(folder, spec)), here)
+
+
+def _is_in(folder: Path, spec: str) -> bool:
+    if _looks_like_factory(spec):
+        package = folder / spec.partition(":")[0].partition(".")[0]
+        return package.is_dir() or package.with_name(f"{package.name}.py").is_file()
+    return os.path.exists(folder / os.path.expanduser(spec))
+
+
 def is_by_sizes(spec: str) -> bool:
     """Whether the spec is a GPT given by its sizes. gpt:build is the function `build` of a module named gpt."""
     return spec in BUILTIN or (spec.startswith("gpt:") and not _looks_like_factory(spec))

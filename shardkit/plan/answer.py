@@ -4,6 +4,7 @@ memory is stored next to the closed form's (`Row.simulated`)."""
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import dropwhile
+from pathlib import Path
 from typing import Any
 
 from shardkit.config import xla
@@ -27,6 +28,7 @@ class PlanRequest:
 
     `is_on_tpu`: the configuration was translated from PyTorch/XLA (`tpu.as_planned`). `own_optimizer`, `own_batch`: the
     script's, as module:function, which a simulation uses in place of `optimizer` and of `batch_size` x `seq_len`.
+    `folder`: where relative paths and modules are found; None: the current one.
     """
 
     description: ModelDescription
@@ -42,6 +44,7 @@ class PlanRequest:
     is_on_tpu: bool = False
     own_optimizer: str | None = None
     own_batch: str | None = None
+    folder: Path | None = None
 
     def with_config(self, config: Config) -> "PlanRequest":
         return replace(self, config=config)

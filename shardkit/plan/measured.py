@@ -5,6 +5,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardkit.config.command import config_flag
 from shardkit.config.schema import Config
 from shardkit.errors import UsageError
 from shardkit.model import comment
@@ -96,11 +97,11 @@ def beside_the_plan(config: Config, path: Path | None, folder: Path) -> str:
     named = comment.in_file(path)
     if not any(folder.glob("rank*.memory.json")):
         return f"--measure: the script left nothing in {folder}; end it with accelerator.end_training()."
-    model, where = shlex.quote(named or "MODULE:FUNCTION"), shlex.quote(str(folder))
+    model = " --model MODULE:FUNCTION" if named is None or path is None else config_flag(path)
     more = "--batch-size counts activations too, --simulate --batch a step"
-    hint = f"{more}: shardkit plan --model {model} --measured {where}"
+    hint = f"{more}: shardkit plan{model} --measured {shlex.quote(str(folder))}"
     measured = read(folder)
     if named is None:
         return f"measured: peak {measured.peak_bytes / MIB:,.1f} MiB on rank {measured.rank}\nbeside the plan; {hint}"
-    asked = request.build(config, named, request.device_of(config, None, None))
+    asked = request.build(config, named, request.device_of(config, None, None), file=path)
     return f"{comparison(answer(asked), measured)}\n{hint}"

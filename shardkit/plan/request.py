@@ -11,7 +11,7 @@ from shardkit.config.meaning import runs_on_cpu
 from shardkit.config.schema import Config
 from shardkit.errors import ConfigError, UsageError
 from shardkit.model import comment
-from shardkit.model.sources import FORMS, describe
+from shardkit.model.sources import FORMS, describe, folder_for
 from shardkit.plan import devices, optimizers, tpu
 from shardkit.plan.activations import Loss
 from shardkit.plan.answer import PlanRequest
@@ -116,17 +116,20 @@ def build(
     loss: Loss = Loss.HELD,
     ema: Ema = Ema.NO,
     network: float | None = None,
+    file: Path | None = None,
 ) -> PlanRequest:
     """The request for the configuration's ranks. Reads the model, which may take seconds.
 
-    `per_machine`: by default `_ranks_per_machine`. `optimizer`: a name of
-    `optimizer_name`. `network`: Gb/s of one machine's adapters together, by default the device's.
+    `per_machine`: by default `_ranks_per_machine`. `optimizer`: a name of `optimizer_name`. `network`: Gb/s of one
+    machine's adapters together, by default the device's. `file`: the configuration file, where it names the model.
+
     Raises the errors of `describe`.
     """
     if device != devices.find("cpu", device.memory_bytes):
         config = config.model_copy(update={"use_cpu": False})  # a file for this CPU, a plan for GPUs elsewhere
     with waiting(f"reading the model {model}"):
-        description = describe(model)
+        folder = folder_for(model, file)
+        description = describe(model, folder=folder)
     request = PlanRequest(
         description=description,
         config=config if description.has_class_names else _without_class_names(config),
@@ -138,6 +141,7 @@ def build(
         seq_len=seq_len,
         loss=loss,
         ema=ema,
+        folder=folder,
     )
     return tpu.as_planned(request if network is None else _with_network(request, network))
 

@@ -90,7 +90,7 @@ def simulate(
     parameters. Raises ModelError, with the line, if the model cannot run on fake tensors.
     """
     configs = [request.config] if configs is None else configs
-    folder = Path.cwd() if folder is None else folder
+    folder = folder or request.folder or Path.cwd()
     job = {
         "kind": _kind(request, folder),
         "spec": request.description.spec,

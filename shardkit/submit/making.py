@@ -212,7 +212,8 @@ def _planned(
             raise UsageError(f"{wanted[0]}: is for the plan, which needs a model (got none); add --model.")
         return job, []
     try:
-        sizes = sizing.sized(job.config, model, device, asked.batch_size, asked.seq_len, asked.steps)
+        file = None if asked.model else path
+        sizes = sizing.sized(job.config, model, device, asked.batch_size, asked.seq_len, asked.steps, file)
     except ShardkitError as error:
         if asked.model is not None:
             raise

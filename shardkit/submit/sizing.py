@@ -1,8 +1,11 @@
 """Numbers for a job from the plan: host memory of a machine, duration of the steps, and notes on what does not fit."""
 
 import math
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
+from shardkit.config.command import config_flag
 from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.plan import request
 from shardkit.plan.answer import configured_strategy, row
@@ -28,11 +31,24 @@ class Sizes:
 
 
 def sized(
-    config: Config, model: str, device: Device, batch_size: int | None, seq_len: int | None, steps: int | None
+    config: Config,
+    model: str,
+    device: Device,
+    batch_size: int | None,
+    seq_len: int | None,
+    steps: int | None,
+    file: Path | None = None,
 ) -> Sizes:
-    """The sizes for a configuration, from the closed-form plan with AdamW. Raises the errors of `request.build`."""
+    """The sizes for a configuration, from the closed-form plan with AdamW. `file`: the configuration file, where it
+    names the model. Raises the errors of `request.build`."""
     planned = request.build(
-        config, model, device, per_machine=config.processes_per_machine, batch_size=batch_size, seq_len=seq_len
+        config,
+        model,
+        device,
+        per_machine=config.processes_per_machine,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        file=file,
     )
     found = row(planned, configured_strategy(planned.config))
     ranks, peak, host = config.processes_per_machine, found.memory.peak, found.memory.host
@@ -44,7 +60,7 @@ def sized(
     if found.fits is False:
         notes.append(
             f"note: by the plan a rank needs {in_words(peak.total)}, more than {device.name} has; "
-            f"run shardkit plan --model {model} for advice."
+            f"run shardkit plan{config_flag(file) if file else f' --model {shlex.quote(model)}'} for advice."
         )
     stop_s = config.shardkit.launch.stop_timeout_s
     if save_s * SPARE > stop_s:
