@@ -231,6 +231,16 @@ def test_an_index_that_names_no_files_of_its_folder_is_refused(tmp_path, index):
     )
 
 
+def test_one_file_goes_before_an_index_of_several(tmp_path):
+    """As in Transformers: the index is of an earlier export."""
+    expected, older = saved(tmp_path, tied=False, split=False), models.Gpt()
+    save_file({fqn: torch.zeros_like(p) for fqn, p in older.named_parameters()}, tmp_path / "a.safetensors")
+    index = {"weight_map": dict.fromkeys(dict(older.named_parameters()), "a.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    weight_files.load(older, tmp_path)
+    assert values(older) == expected
+
+
 def real_on_rank_0() -> dict[str, Any]:
     torch.manual_seed(0)
     model = models.Gpt() if dist.get_rank() == 0 else empty()

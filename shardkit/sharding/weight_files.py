@@ -64,15 +64,12 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
 
 
 def _warn_of_rest(weights: Path, unused: set[str], kept: list[str]) -> None:
-    """Log that some tensors of the files have no place in the model, which keeps its own values of others: they may
-    have been renamed."""
-    if unused and kept and rank() == 0:
-        logger.warning(
-            "weights: %s: has %s, which the model does not have; the model keeps its own values of %s.",
-            weights,
-            first_few(sorted(unused), 5),
-            first_few(kept, 5),
-        )
+    """Log that the model keeps its own values of some tensors, which the files lack; they may have another name there
+    if some tensors of the files have no place in the model."""
+    if not kept or rank() != 0:
+        return
+    what = f"has {first_few(sorted(unused), 5)}, which the model does not have" if unused else "is not the whole model"
+    logger.warning("weights: %s: %s; the model keeps its own values of %s.", weights, what, first_few(kept, 5))
 
 
 def _where(weights: Path) -> dict[str, Path]:
@@ -92,10 +89,14 @@ def _where(weights: Path) -> dict[str, Path]:
 
 
 def _indexed(folder: Path) -> list[Path]:
-    """The files that the index in the folder names; empty if there is none."""
+    """The file that holds all, which Transformers takes first, or those that the index in the folder names; empty if
+    there is no index."""
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if not indices:
         return []
+    whole = indices[0].with_name(indices[0].name.removesuffix(".index.json"))
+    if whole.is_file():
+        return [whole]
     index = json.loads(indices[0].read_text())
     named = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(named, dict) or not all(
