@@ -12,7 +12,7 @@ from torch import nn
 
 from shardkit.distributed import custom_state
 from shardkit.distributed.collectives import rank
-from shardkit.distributed.tensors import clean_name, put
+from shardkit.distributed.tensors import clean_name, put, unwrapped
 from shardkit.log import get_logger
 from shardkit.model.weights import read_header
 from shardkit.wording import first_few
@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
     """Load this rank's part of every parameter and persistent buffer in the files. Returns (fqns loaded, problems).
 
-    A tied parameter may have any of its names in the files.
+    A tied parameter may have any of its names in the files; names of torch's wrappers do not count.
     """
     try:
         files = _model_names(model, _where(weights))
@@ -41,10 +41,10 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
     problems: list[str] = []
     opened: dict[Path, Any] = {}
     for identity, aliases in names.items():
-        found = next((fqn for fqn in aliases if fqn in files), None)
-        if found is not None:
-            name, path = files[found]
-            used.update(files[fqn][0] for fqn in aliases if fqn in files)
+        there = [fqn for fqn in aliases if clean_name(fqn) in files]
+        if there:
+            found, (name, path) = there[0], files[clean_name(there[0])]
+            used.update(files[clean_name(fqn)][0] for fqn in there)
             if path not in opened:
                 opened[path] = safe_open(path, framework="pt")
             if found in detached:
@@ -52,7 +52,7 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
             elif problem := _read_one(opened[path], name, tensors[identity]):
                 problems.append(f"{path}: {problem}")
             loaded.update(aliases)
-    _warn_of_rest(weights, {name for name, _ in files.values()} - used, sorted({*state} - loaded))
+    _warn_of_rest(weights, {name for name, _ in files.values()} - used, sorted(map(clean_name, {*state} - loaded)))
     if not problems and (of_own_code or custom_state.is_customized(model)):
         try:
             custom_state.load(model, of_own_code, is_strict=True)
@@ -107,8 +107,9 @@ def _indexed(folder: Path) -> list[Path]:
 
 
 def _model_names(model: Any, files: dict[str, Path]) -> dict[str, tuple[str, Path]]:
-    """{name in the model: (name in the file, file)}. Transformers may store a model under older names."""
-    named = {fqn: (fqn, path) for fqn, path in files.items()}
+    """{name in the model, without torch's wrappers: (name in the file, file)}. Transformers may store a model under
+    older names."""
+    named = {clean_name(fqn): (fqn, path) for fqn, path in files.items()}
     if custom_state.has_load_hooks(model):
         headers = {path: read_header(path) for path in set(files.values())}
         shapes = {fqn: tuple(headers[path][fqn]["shape"]) for fqn, path in files.items()}
@@ -121,12 +122,12 @@ def _model_names(model: Any, files: dict[str, Path]) -> dict[str, tuple[str, Pat
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError:  # Transformers before 5 stores the model's own names
         return named
-    mapping = get_model_conversion_mapping(model)
+    mapping = get_model_conversion_mapping(unwrapped(model))
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    states = model.state_dict(keep_vars=True)
+    states = {clean_name(fqn): one for fqn, one in model.state_dict(keep_vars=True).items()}
     for fqn, path in files.items():
-        if fqn not in states:
+        if clean_name(fqn) not in states:
             new, converted = rename_source_key(fqn, renamings, converters, model.base_model_prefix, states)
             if converted is None:
                 named.setdefault(new, (fqn, path))
