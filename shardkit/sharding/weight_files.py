@@ -13,6 +13,7 @@ from torch import nn
 from shardkit.distributed import custom_state
 from shardkit.distributed.collectives import rank
 from shardkit.distributed.tensors import clean_name, put, unwrapped
+from shardkit.errors import ModelError
 from shardkit.log import get_logger
 from shardkit.model.weights import read_header
 from shardkit.wording import first_few
@@ -29,6 +30,8 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
         files = _model_names(model, _where(weights))
     except (OSError, ValueError, RecursionError) as error:
         return set(), [f"{weights}: not readable as safetensors (got {error}); give a .safetensors file or a folder."]
+    except ModelError as error:
+        return set(), [f"{weights}: {error}"]
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     state = {fqn: one for fqn, one in model.state_dict(keep_vars=True).items() if isinstance(one, torch.Tensor)}
@@ -108,7 +111,10 @@ def _indexed(folder: Path) -> list[Path]:
 
 def _model_names(model: Any, files: dict[str, Path]) -> dict[str, tuple[str, Path]]:
     """{name in the model, without torch's wrappers: (name in the file, file)}. Transformers may store a model under
-    older names."""
+    older names.
+
+    Raises ModelError for tensors that Transformers joins or splits while it loads.
+    """
     named = {clean_name(fqn): (fqn, path) for fqn, path in files.items()}
     if custom_state.has_load_hooks(model):
         headers = {path: read_header(path) for path in set(files.values())}
@@ -126,11 +132,20 @@ def _model_names(model: Any, files: dict[str, Path]) -> dict[str, tuple[str, Pat
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     states = {clean_name(fqn): one for fqn, one in model.state_dict(keep_vars=True).items()}
+    computed: dict[str, str] = {}
     for fqn, path in files.items():
         if clean_name(fqn) not in states:
             new, converted = rename_source_key(fqn, renamings, converters, model.base_model_prefix, states)
             if converted is None:
                 named.setdefault(new, (fqn, path))
+            elif new in states:
+                computed.setdefault(new, fqn)
+    if lacked := sorted(computed.keys() - named.keys()):
+        raise ModelError(
+            f"Transformers makes {first_few(lacked, 3)} of other tensors while it loads, which prepare does not (got "
+            f"{computed[lacked[0]]}); build the model by from_pretrained(), on rank 0 at least, and prepare it without "
+            "weights=, or give weights that accelerator.save_model wrote."
+        )
     return named
 
 
