@@ -292,6 +292,14 @@ def test_prepared_optimizers_and_schedules_are_not_pickled(alone):
                 taken(one)
 
 
+def test_what_is_no_model_is_not_unwrapped_and_has_no_weights(alone):
+    accelerator = Accelerator(config=ALONE)
+    optimizer = accelerator.prepare(torch.optim.SGD(nn.Linear(1, 1).parameters()))
+    assert accelerator.unwrap_model(optimizer) is optimizer and accelerator.unwrap_model(None) is None
+    with pytest.raises(UsageError, match=r"expected a model \(got AcceleratedOptimizer\); give the model"):
+        accelerator.get_state_dict(optimizer)
+
+
 def test_a_sharded_model_is_not_pickled(alone):
     model = Accelerator(config=FSDP).prepare(Model())
     with pytest.raises(UsageError, match=r"torch.save: a sharded model cannot be pickled .* accelerator.save_model"):

@@ -3,6 +3,7 @@ are. And the odd orders of saving and loading that nobody wrote down."""
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from shardkit import Accelerator, ProjectConfiguration
@@ -10,6 +11,7 @@ from shardkit.checkpoint import folder, lock, manifest
 from shardkit.errors import CheckpointSaveError
 from shardkit.runtime import saving
 from tests import forked
+from tests.loops.run import whole
 from tests.test_checkpoint_facade import run_of, train
 
 
@@ -309,3 +311,36 @@ def save_in_the_loop(project):
 
 def test_saves_inside_and_after_a_loop_resume_where_they_were_made(ranks, tmp_path):
     assert ranks.run(2, save_in_the_loop, tmp_path) == [[3, 2, 1, 0, 4]] * 2
+
+
+def saved_in_an_evaluation(project, mode):
+    """Saves, exports and loads as in a function of evaluation with that mode, and trains on; the weights after it."""
+    run, averages = run_of(project), Noted()
+    accelerator, model = run[:2]
+    accelerator.register_for_checkpointing(averages)
+    train(run, 1)
+    averages.value = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with mode():
+        accelerator.save_state(project / "best")
+        accelerator.save_model(model, project / "export")
+        kept = accelerator.get_state_dict(model)
+    train(run, 1)
+    run[2].optimizer.state.clear()
+    with mode():
+        accelerator.load_state(project / "best")
+    train(run, 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            averages.value[name].lerp_(parameter, 0.1)
+        for value in kept.values():
+            value.mul_(2)
+    found = [*model.parameters(), *averages.value.values()]
+    saving.close(accelerator._run)
+    return [whole(tensor).tolist() for tensor in found]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_state_may_be_saved_and_loaded_in_inference_mode(ranks, tmp_path, world):
+    expected = ranks.run(world, saved_in_an_evaluation, tmp_path / "a", torch.no_grad)
+    assert ranks.run(world, saved_in_an_evaluation, tmp_path / "b", torch.inference_mode) == expected
+    assert load_file(tmp_path / "a/export/model.safetensors").keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}

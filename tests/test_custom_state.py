@@ -276,6 +276,14 @@ def test_weights_without_a_place_in_the_model_are_told_where_it_keeps_some_of_it
     assert "keeps its own values of inner.new.bias, inner.new.weight." in caplog.text
 
 
+def test_weights_of_a_part_of_the_model_are_told(tmp_path, caplog):
+    """torch refuses them in load_state_dict; for adapters on a base they are meant."""
+    save_model.save(nn.ModuleDict({"base": nn.Linear(3, 2)}), tmp_path / "e", control.start())
+    model = nn.ModuleDict({"base": nn.Linear(3, 2), "head": nn.Linear(2, 1)})
+    assert weight_files.load(model, tmp_path / "e") == ({"base.weight", "base.bias"}, [])
+    assert "e: is not the whole model; the model keeps its own values of head.bias, head.weight." in caplog.text
+
+
 def test_a_state_with_older_names_is_refused_with_the_way_to_its_weights(tmp_path):
     checkpoints.save(Live([Older()]), tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"its load hooks do not see .* merge CHECKPOINT -o FOLDER, and start"):

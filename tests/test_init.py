@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardkit
 from shardkit.config.schema import Config
-from shardkit.distributed import process
+from shardkit.distributed import process, tensors
 from shardkit.distributed.tensors import unwrapped
 from shardkit.sharding import weight_files
 from shardkit.sharding.mesh import build_mesh
@@ -231,6 +231,16 @@ def test_an_index_that_names_no_files_of_its_folder_is_refused(tmp_path, index):
     )
 
 
+def test_one_file_goes_before_an_index_of_several(tmp_path):
+    """As in Transformers: the index is of an earlier export."""
+    expected, older = saved(tmp_path, tied=False, split=False), models.Gpt()
+    save_file({fqn: torch.zeros_like(p) for fqn, p in older.named_parameters()}, tmp_path / "a.safetensors")
+    index = {"weight_map": dict.fromkeys(dict(older.named_parameters()), "a.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    weight_files.load(older, tmp_path)
+    assert values(older) == expected
+
+
 def real_on_rank_0() -> dict[str, Any]:
     torch.manual_seed(0)
     model = models.Gpt() if dist.get_rank() == 0 else empty()
@@ -241,3 +251,19 @@ def test_ranks_without_weights_get_rank_0s(ranks):
     torch.manual_seed(0)
     expected = values(models.Gpt())
     assert ranks.run(2, real_on_rank_0) == [expected, expected]
+
+
+def compiled(folder: Path, is_empty: bool) -> dict[str, Any]:
+    model = empty() if is_empty else models.Gpt()
+    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    whole = parallel(torch.compile(model, backend="eager"), config_for(2), folder)
+    return {tensors.clean_name(fqn): value for fqn, value in values(whole).items()}
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_a_compiled_model_gets_the_weights_of_the_model(ranks, tmp_path, is_empty, prefix):
+    expected = saved(tmp_path, tied=False, split=False)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file({prefix + fqn: value for fqn, value in state.items()}, tmp_path / "model.safetensors")
+    assert ranks.run(2, compiled, tmp_path, is_empty) == [expected, expected]

@@ -1,6 +1,7 @@
 """Models from Transformers and PEFT: wrapped by class, tied, loaded by slices; each trains as in one process."""
 
 import copy
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import init_empty_weights
+from shardkit.checkpoint import save_model
 from shardkit.config.schema import Config
-from shardkit.distributed import process
+from shardkit.distributed import control, process
 from shardkit.optim import local_step, rebind
+from shardkit.sharding import weight_files
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
 from shardkit.sharding.units import units_of
@@ -219,3 +222,27 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def test_a_model_may_be_entered_in_other_ways_than_by_its_forward(ranks, strategy, with_adapters):
     for found in ranks.run(2, other_ways_in, strategy, with_adapters):
         assert all(found.values()), found
+
+
+def loaded_with_experts(folder: Path) -> tuple[str, list[bool]]:
+    """The refusal of weights as Transformers stores them, and whether those of an export are loaded."""
+    import transformers as hf
+
+    experts = {"num_local_experts": 3, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    model = hf.MixtralForCausalLM(hf.MixtralConfig(vocab_size=31, **experts, **SMALL, **WORDS))
+    model.save_pretrained(folder / "theirs")
+    save_model.save(model, folder / "ours", control.start())
+    found = hf.MixtralForCausalLM(model.config)
+    _, problems = weight_files.load(found, folder / "theirs")
+    _, none = weight_files.load(found, folder / "ours")
+    equal = [torch.equal(value, found.state_dict()[name]) for name, value in model.state_dict().items()]
+    return " ".join(problems), [not none, all(equal)]
+
+
+def test_weights_that_transformers_joins_are_refused(ranks, tmp_path):
+    (answer,) = ranks.run(1, loaded_with_experts, tmp_path)
+    assert answer[1] == [True, True]
+    if version("transformers") >= "5":
+        assert answer[0].startswith(f"{tmp_path}/theirs: Transformers makes model.layers.0.mlp.experts.down_proj, ")
+        assert "experts.0.w2.weight); build the model by from_pretrained(), on rank 0 at least," in answer[0]

@@ -363,3 +363,23 @@ def test_a_rank_loads_its_own_parts_and_refuses_those_of_another(ranks, strategy
         assert same
         has_those_of_rank_0 = rank % 2 == 0  # its replica has, too
         assert told == "" if has_those_of_rank_0 else told.startswith(words.format(rank))
+
+
+# ---- whole values ----
+
+
+def loaded_in_part() -> list[str]:
+    torch.manual_seed(0)
+    given = Net()
+    torch.manual_seed(1)
+    model = accelerator_for(1).prepare(Net())
+    model.parts[0].load_state_dict(given.parts[0].state_dict())
+    model.head.load_state_dict({"weight": given.head.weight}, strict=False)
+    expected = given.state_dict()
+    return [name for name, value in model.state_dict().items() if torch.equal(value.full_tensor(), expected[name])]
+
+
+def test_a_part_of_a_model_loads_whole_values(ranks):
+    part = [f"parts.0.{name}" for name in Net().parts[0].state_dict()]
+    norm = ["norm.weight", "norm.bias"]  # as every Net has them
+    assert ranks.run(2, loaded_in_part) == [[*part, *norm, "head.weight"]] * 2

@@ -122,3 +122,29 @@ def test_extremes_of_a_tensor_of_which_a_rank_has_no_part(ranks):
         for name, values in found.items():
             assert values == pytest.approx(expected[name][: len(values)], abs=1e-6), name
             assert len(values) == len(expected[name]) or torch.__version__ < "2.13"
+
+
+IN_INFERENCE_MODE: dict[str, Any] = {
+    "number": lambda p: p.norm().item(),
+    "number of a sum": lambda p: float((p * 2).sum()),
+    "answer": lambda p: float(bool(p.sum() > 0)),
+    "last of all in a row": lambda p: whole(p.flatten())[-1],
+    "last of all": lambda p: whole(p.detach().ravel())[-1],
+    "quantile": lambda p: whole((p + 0).quantile(0.3)),
+}
+
+
+def of_an_evaluation() -> list[float]:
+    torch.manual_seed(0)
+    weight = Accelerator(config=loops.config_of(1, loops.LOOPS["usual"])).prepare(Net()).head.weight
+    with torch.inference_mode():
+        return [float(number(weight)) for number in IN_INFERENCE_MODE.values()]
+
+
+def test_numbers_in_inference_mode(ranks):
+    """torch hands DTensor other operators there."""
+    torch.manual_seed(0)
+    weight = Net().head.weight.detach()
+    expected = [float(number(weight)) for number in IN_INFERENCE_MODE.values()]
+    for found in ranks.run(2, of_an_evaluation):
+        assert found == pytest.approx(expected, abs=1e-6)

@@ -35,7 +35,7 @@ from shardkit.checkpoint.verify import Checkpoint, Files, Span, check_headers, h
 from shardkit.distributed import custom_state, random_state
 from shardkit.distributed.control import ControlGroup, LostRank
 from shardkit.distributed.custom_state import CustomState
-from shardkit.distributed.tensors import local_part
+from shardkit.distributed.tensors import local_part, outside_inference_mode
 from shardkit.errors import CheckpointCorrupted, CheckpointError, CheckpointUnreachable, StateIncomplete
 from shardkit.log import get_logger
 from shardkit.storage.url import Place, Url
@@ -161,6 +161,7 @@ def _warn_of(skipped: list[SkippedFolder], checkpoint: Checkpoint, control: Cont
             )
 
 
+@outside_inference_mode()
 def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, options: LoadOptions) -> LoadedState:
     here = f"checkpoint: {checkpoint.path}"
     if not options.data_position:

@@ -24,6 +24,7 @@ from shardkit.checkpoint.exported_parts import Part, parts_of
 from shardkit.checkpoint.layout import Chunk, Index, Mesh, Stored
 from shardkit.checkpoint.replicas import Drift
 from shardkit.distributed.control import Attempt, ControlGroup, LostRank, Result
+from shardkit.distributed.tensors import outside_inference_mode
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.log import get_logger
 from shardkit.storage.url import Place, Url
@@ -36,6 +37,7 @@ _WIDENED = {torch.float16, torch.bfloat16, torch.float32}
 _CAST = {*_WIDENED, torch.float64}
 
 
+@outside_inference_mode()
 def save(
     model: nn.Module,
     folder: Place,

@@ -25,7 +25,15 @@ from shardkit.checkpoint import optimizers, tensors
 from shardkit.checkpoint.layout import Index, Kind, Mesh, section_name
 from shardkit.checkpoint.state_json import extra_state
 from shardkit.distributed import random_state, xla
-from shardkit.distributed.tensors import clean_name, is_dtensor, layers, local_part, unwrapped, whole
+from shardkit.distributed.tensors import (
+    clean_name,
+    is_dtensor,
+    layers,
+    local_part,
+    outside_inference_mode,
+    unwrapped,
+    whole,
+)
 from shardkit.errors import CheckpointError
 
 
@@ -127,6 +135,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return model_state(model)[0]
 
 
+@outside_inference_mode()
 def whole_tensors(model: nn.Module) -> dict[str, Any]:
     """The model's full state dict in host memory on rank 0; empty elsewhere. Collective: gathers tensor by tensor."""
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -154,6 +163,7 @@ def name_in_run(model: int, fqn: str) -> str:
     return f"{model}:{fqn}" if model else fqn
 
 
+@outside_inference_mode()
 def capture(live: Live, kind: Kind, rank: int, world_size: int) -> Captured:
     """Capture the current state. Tensors share memory, other values are copied. Index entries of sharded tensors and of
     models are equal on all ranks; the other values are in `items`, too."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -67,6 +68,16 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The local part of a sharded tensor, or the plain tensor; detached, sharing its memory."""
     with torch.no_grad():  # else every call would build an autograd node
         return _plain(tensor.to_local()) if is_dtensor(tensor) else tensor.detach()
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Code in which new tensors can be trained later, in a caller's `torch.inference_mode()` too."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

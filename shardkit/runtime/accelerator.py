@@ -225,6 +225,8 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         gives full ones. `keep_torch_compile`: keep the user's own `torch.compile` wrapper (parameter names then begin
         with `_orig_mod.`). `keep_fp32_wrapper` False: removes mixed precision from its forward.
         """
+        if not isinstance(model, nn.Module):  # as in Accelerate, whose scripts also ask for what is no module
+            return model
         inner = unwrapped(model)
         if not keep_fp32_wrapper:
             precision.restore_forward(inner)

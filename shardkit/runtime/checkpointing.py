@@ -99,6 +99,9 @@ class Checkpointing(Topology):
         """The model's full state dict on rank 0; other ranks may get an empty one. Collective."""
         from shardkit.checkpoint import state
 
+        if not isinstance(model, nn.Module):
+            kind = type(model).__name__
+            raise UsageError(f"get_state_dict: expected a model (got {kind}); give the model that prepare() returned.")
         return state.whole_tensors(model)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = True) -> None:

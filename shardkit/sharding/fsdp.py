@@ -165,7 +165,9 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
     vars(model)["__deepcopy__"] = _refuse_copies
     vars(model)["__reduce_ex__"] = _refuse_pickling
     vars(model)["_apply"] = partial(_apply_in_place, model)
-    model.register_load_state_dict_pre_hook(_shard_what_is_loaded)
+    for module in model.modules():  # a script may load a part of the model: model.encoder.load_state_dict(...)
+        if any(map(is_dtensor, module.parameters())):
+            module.register_load_state_dict_pre_hook(_shard_what_is_loaded)
     shared = fsdp_unit.adopt(model, _carry_to_gathered)
     fsdp_unit.finish(model, compiled)
     if config.shardkit.ddp_find_unused_parameters:

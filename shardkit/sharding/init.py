@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.distributed import control
-from shardkit.distributed.tensors import is_dtensor, put
+from shardkit.distributed.tensors import clean_name, is_dtensor, put
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
 from shardkit.sharding.units import LiveUnit
@@ -153,7 +153,8 @@ def fill(
         parameters = {fqn for fqn, _ in model.named_parameters()}
         persistent = set(model.state_dict(keep_vars=True))
         missing = sorted((empty & (parameters | persistent)) - loaded)
-        problems += [f"{weights}: has no {fqn}, and the model has no values for it{_ADVICE}" for fqn in missing]
+        lacked = sorted(map(clean_name, missing))
+        problems += [f"{weights}: has no {fqn}, and the model has no values for it{_ADVICE}" for fqn in lacked]
         empty -= loaded | set(missing)
     if empty and not problems:
         left = initialize(model, units, empty, device, seed)

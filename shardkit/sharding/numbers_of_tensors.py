@@ -21,7 +21,8 @@ _aten = torch.ops.aten
 @cache
 def install() -> None:
     """Makes the number of a sharded tensor that of one process. Has an effect once per process."""
-    handle([_aten._local_scalar_dense.default], _number)
+    # In inference mode torch passes on `item` and `is_nonzero` themselves, not what they consist of.
+    handle([_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default], _number)
     DTensor.__format__ = _format  # type: ignore[assignment]
 
 

@@ -10,7 +10,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.distributed.tensors import local_part, local_slices, memory_of, own_part, sharded_like, whole
+from shardkit.distributed.tensors import (
+    local_part,
+    local_slices,
+    memory_of,
+    outside_inference_mode,
+    own_part,
+    sharded_like,
+    whole,
+)
 from shardkit.errors import UsageError
 from shardkit.sharding.parameters import IN_BACKWARD
 
@@ -81,7 +89,8 @@ class ShardedParameter(DTensor):
                 local_part(self).copy_(local_part(redistributed(values, self.placements)))
 
     def detach(self) -> Any:
-        return self._noted(super().detach())
+        with outside_inference_mode():  # in which torch cannot detach a DTensor
+            return self._noted(super().detach())
 
     def _noted(self, alias: Any) -> Any:
         """Note something that shares the memory, as long as it exists."""

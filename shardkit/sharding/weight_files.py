@@ -12,7 +12,8 @@ from torch import nn
 
 from shardkit.distributed import custom_state
 from shardkit.distributed.collectives import rank
-from shardkit.distributed.tensors import clean_name, put
+from shardkit.distributed.tensors import clean_name, put, unwrapped
+from shardkit.errors import ModelError
 from shardkit.log import get_logger
 from shardkit.model.weights import read_header
 from shardkit.wording import first_few
@@ -23,12 +24,14 @@ logger = get_logger(__name__)
 def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
     """Load this rank's part of every parameter and persistent buffer in the files. Returns (fqns loaded, problems).
 
-    A tied parameter may have any of its names in the files.
+    A tied parameter may have any of its names in the files; names of torch's wrappers do not count.
     """
     try:
         files = _model_names(model, _where(weights))
     except (OSError, ValueError, RecursionError) as error:
         return set(), [f"{weights}: not readable as safetensors (got {error}); give a .safetensors file or a folder."]
+    except ModelError as error:
+        return set(), [f"{weights}: {error}"]
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     state = {fqn: one for fqn, one in model.state_dict(keep_vars=True).items() if isinstance(one, torch.Tensor)}
@@ -41,10 +44,10 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
     problems: list[str] = []
     opened: dict[Path, Any] = {}
     for identity, aliases in names.items():
-        found = next((fqn for fqn in aliases if fqn in files), None)
-        if found is not None:
-            name, path = files[found]
-            used.update(files[fqn][0] for fqn in aliases if fqn in files)
+        there = [fqn for fqn in aliases if clean_name(fqn) in files]
+        if there:
+            found, (name, path) = there[0], files[clean_name(there[0])]
+            used.update(files[clean_name(fqn)][0] for fqn in there)
             if path not in opened:
                 opened[path] = safe_open(path, framework="pt")
             if found in detached:
@@ -52,7 +55,7 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
             elif problem := _read_one(opened[path], name, tensors[identity]):
                 problems.append(f"{path}: {problem}")
             loaded.update(aliases)
-    _warn_of_rest(weights, {name for name, _ in files.values()} - used, sorted({*state} - loaded))
+    _warn_of_rest(weights, {name for name, _ in files.values()} - used, sorted(map(clean_name, {*state} - loaded)))
     if not problems and (of_own_code or custom_state.is_customized(model)):
         try:
             custom_state.load(model, of_own_code, is_strict=True)
@@ -64,15 +67,12 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
 
 
 def _warn_of_rest(weights: Path, unused: set[str], kept: list[str]) -> None:
-    """Log that some tensors of the files have no place in the model, which keeps its own values of others: they may
-    have been renamed."""
-    if unused and kept and rank() == 0:
-        logger.warning(
-            "weights: %s: has %s, which the model does not have; the model keeps its own values of %s.",
-            weights,
-            first_few(sorted(unused), 5),
-            first_few(kept, 5),
-        )
+    """Log that the model keeps its own values of some tensors, which the files lack; they may have another name there
+    if some tensors of the files have no place in the model."""
+    if not kept or rank() != 0:
+        return
+    what = f"has {first_few(sorted(unused), 5)}, which the model does not have" if unused else "is not the whole model"
+    logger.warning("weights: %s: %s; the model keeps its own values of %s.", weights, what, first_few(kept, 5))
 
 
 def _where(weights: Path) -> dict[str, Path]:
@@ -92,10 +92,14 @@ def _where(weights: Path) -> dict[str, Path]:
 
 
 def _indexed(folder: Path) -> list[Path]:
-    """The files that the index in the folder names; empty if there is none."""
+    """The file that holds all, which Transformers takes first, or those that the index in the folder names; empty if
+    there is no index."""
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if not indices:
         return []
+    whole = indices[0].with_name(indices[0].name.removesuffix(".index.json"))
+    if whole.is_file():
+        return [whole]
     index = json.loads(indices[0].read_text())
     named = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(named, dict) or not all(
@@ -106,8 +110,12 @@ def _indexed(folder: Path) -> list[Path]:
 
 
 def _model_names(model: Any, files: dict[str, Path]) -> dict[str, tuple[str, Path]]:
-    """{name in the model: (name in the file, file)}. Transformers may store a model under older names."""
-    named = {fqn: (fqn, path) for fqn, path in files.items()}
+    """{name in the model, without torch's wrappers: (name in the file, file)}. Transformers may store a model under
+    older names.
+
+    Raises ModelError for tensors that Transformers joins or splits while it loads.
+    """
+    named = {clean_name(fqn): (fqn, path) for fqn, path in files.items()}
     if custom_state.has_load_hooks(model):
         headers = {path: read_header(path) for path in set(files.values())}
         shapes = {fqn: tuple(headers[path][fqn]["shape"]) for fqn, path in files.items()}
@@ -120,15 +128,24 @@ def _model_names(model: Any, files: dict[str, Path]) -> dict[str, tuple[str, Pat
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError:  # Transformers before 5 stores the model's own names
         return named
-    mapping = get_model_conversion_mapping(model)
+    mapping = get_model_conversion_mapping(unwrapped(model))
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    states = model.state_dict(keep_vars=True)
+    states = {clean_name(fqn): one for fqn, one in model.state_dict(keep_vars=True).items()}
+    computed: dict[str, str] = {}
     for fqn, path in files.items():
-        if fqn not in states:
+        if clean_name(fqn) not in states:
             new, converted = rename_source_key(fqn, renamings, converters, model.base_model_prefix, states)
             if converted is None:
                 named.setdefault(new, (fqn, path))
+            elif new in states:
+                computed.setdefault(new, fqn)
+    if lacked := sorted(computed.keys() - named.keys()):
+        raise ModelError(
+            f"Transformers makes {first_few(lacked, 3)} of other tensors while it loads, which prepare does not (got "
+            f"{computed[lacked[0]]}); build the model by from_pretrained(), on rank 0 at least, and prepare it without "
+            "weights=, or give weights that accelerator.save_model wrote."
+        )
     return named
 
 
