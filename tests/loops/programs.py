@@ -66,6 +66,7 @@ def program(run: Run, seed: int, folder: Path, operations: list[str] | None = No
         getattr(script, name)()
         run.see(sum(whole(p).abs().sum() for p in script.model.parameters()))  # type: ignore[arg-type]
         said += [f"{name}, operation {number}"] * (len(run.seen) - len(said))
+    script.draw = random.Random(f"{seed} the end")  # what the last operation drew may depend on where it ran
     script.close_window()
     return said + ["the end"] * (len(run.seen) - len(said))
 
