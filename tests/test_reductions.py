@@ -131,6 +131,9 @@ IN_INFERENCE_MODE: dict[str, Any] = {
     "last of all in a row": lambda p: whole(p.flatten())[-1],
     "last of all": lambda p: whole(p.detach().ravel())[-1],
     "quantile": lambda p: whole((p + 0).quantile(0.3)),
+    "unit vectors": lambda p: whole(F.normalize(p, dim=0)).abs().sum(),
+    "half of it": lambda p: whole(F.mse_loss(p, p * 0.5)),
+    "of two in a row": lambda p: whole(torch.vstack([p, p])).abs().sum(),
 }
 
 

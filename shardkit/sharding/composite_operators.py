@@ -1,0 +1,33 @@
+"""Operators that consist of others (such as the `expand_as` of `normalize`) on sharded tensors in inference mode.
+
+Elsewhere torch takes them apart before DTensor sees them. In inference mode it does not, and DTensor finds one layout
+for the whole operator and runs it on each rank's part: wrong numbers where parts differ in size, and where an argument
+is a size. Here they are taken apart there, too. (Seen on torch 2.13; 2.11 does it by itself.)
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@cache
+def install() -> None:
+    """Takes them apart. Has an effect once per process."""
+    try:
+        from torch.distributed.tensor._decompositions import DecompShardingStrategy
+    except ImportError:  # such a torch takes them apart
+        return
+    has_decomposition = DecompShardingStrategy.has_decomp
+
+    def is_tried_whole(operator: Any) -> bool:
+        return not _is_taken_apart(operator) and has_decomposition(operator)
+
+    DecompShardingStrategy.has_decomp = staticmethod(is_tried_whole)  # type: ignore[assignment, method-assign]
+
+
+def _is_taken_apart(operator: Any) -> bool:
+    """Whether DTensor's dispatcher takes the operator apart if it has no layout for it."""
+    return torch.is_inference_mode_enabled() and torch._C._dispatch_has_kernel_for_dispatch_key(
+        operator.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+    )
