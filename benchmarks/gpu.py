@@ -293,6 +293,7 @@ def _planned(order: Order, done: "subprocess.CompletedProcess[str]") -> dict[str
     seconds = row["step_time_estimate"]
     return {
         "planned_bytes": row["peak_bytes"],
+        "planned_reserved_bytes": row["reserved_bytes"],
         "planned_s": seconds and [seconds["fastest_s"], seconds["slowest_s"]],
     }
 

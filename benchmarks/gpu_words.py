@@ -105,7 +105,9 @@ def _of_plan(found: dict[str, Any]) -> Iterator[str]:
         if row["allocated_bytes"] is not None:
             ratio = row["planned_bytes"] / row["allocated_bytes"]
             planned += f", allocated {row['allocated_bytes'] / GIB:.2f} ({ratio:.3f})"
-            planned += f", reserved {row['reserved_bytes'] / GIB:.2f} GiB"
+            replayed = row["planned_reserved_bytes"]
+            planned += "" if replayed is None else f"; replayed {replayed / GIB:.2f} GiB"
+            planned += f", reserved {row['reserved_bytes'] / GIB:.2f}"
         yield f"{what}: {planned}; {_of_time(row)}"
 
 
