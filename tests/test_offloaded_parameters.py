@@ -216,27 +216,28 @@ class Record:
     """What FSDP knows of an offloaded parameter."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
-        self.sharded_param, self.grad_offload_event = parameter, None
+        self.sharded_param, self.grad_offload_event, self.pin_memory = parameter, None, True
 
 
 def test_a_gradient_of_the_cpu_waits_for_the_copy_of_fsdps():
     parameter = nn.Parameter(torch.ones(3))
     record = Record(parameter)
     turns = offloaded_gradients.Turns([record])
+    hooks = [*parameter._post_accumulate_grad_hooks.values()]
     beside = threading.Thread(target=lambda: parameter.sum().backward())
-    with turns:
+    with turns.of_fsdp([record]):
         beside.start()
         beside.join(0.2)
         assert beside.is_alive() and parameter.grad is None
         parameter.grad = torch.zeros(3)
         record.grad_offload_event = Copy(parameter)
-        for hook in parameter._post_accumulate_grad_hooks.values():  # as FSDP does, which does not end its turn
+        for hook in hooks:  # as FSDP may call them, which does not end its turn
             hook(parameter)
         beside.join(0.1)
         assert beside.is_alive()
     beside.join(10)
     assert parameter.grad.tolist() == [6.0] * 3
-    with turns:
+    with turns.of_fsdp([record]):
         parameter.grad = None
 
 
@@ -252,12 +253,28 @@ def test_a_turn_that_was_never_ended_is_taken_over(monkeypatch, is_same_thread):
         beside = threading.Thread(target=turns.begin_to_add, args=(record,))
         beside.start()
         beside.join()
-        with turns:
+        with turns.of_fsdp([record]):
             assert turns._lock.locked()
     record.sharded_param.sum().backward()
-    with turns:
+    with turns.of_fsdp([record]):
         assert record.sharded_param.grad.tolist() == [1.0] * 3
     assert not turns._lock.locked()
+
+
+def test_fsdp_waits_for_its_copies_only_where_a_script_reads_them_in_backward():
+    """torch does where there are hooks, ours as well, from 2.13 on, and before never. Its copies to pinned memory are
+    those that it does not wait for."""
+    plain, read = (Record(nn.Parameter(torch.ones(3))) for _ in range(2))
+    turns = offloaded_gradients.Turns([plain, read])
+    read.sharded_param.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.sum().item()))
+    seen: list[float] = []
+    with turns.of_fsdp([plain, read]):
+        assert not plain.sharded_param._post_accumulate_grad_hooks and plain.pin_memory
+        assert read.sharded_param._post_accumulate_grad_hooks and not read.pin_memory
+    assert read.pin_memory
+    for record in (plain, read):  # the hooks of both are as before
+        record.sharded_param.sum().backward()
+    assert seen == [3.0] and not turns._lock.locked()
 
 
 def test_a_long_turn_of_fsdps_is_waited_for(monkeypatch):
@@ -265,7 +282,7 @@ def test_a_long_turn_of_fsdps_is_waited_for(monkeypatch):
     record = Record(nn.Parameter(torch.ones(3)))
     turns = offloaded_gradients.Turns([record])
     beside = threading.Thread(target=lambda: record.sharded_param.sum().backward())
-    with turns:
+    with turns.of_fsdp([record]):
         beside.start()
         beside.join(0.3)
         assert beside.is_alive() and record.sharded_param.grad is None
@@ -278,7 +295,7 @@ def test_a_frozen_parameter_stays_frozen_and_may_be_trained_later():
     turns = offloaded_gradients.Turns([record])
     assert not record.sharded_param.requires_grad
     record.sharded_param.requires_grad_(True).sum().backward()
-    with turns:
+    with turns.of_fsdp([record]):
         assert record.sharded_param.grad.tolist() == [1.0] * 3
 
 

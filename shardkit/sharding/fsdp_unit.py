@@ -18,7 +18,7 @@ Only the files `fsdp_*` use private parts of FSDP2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import update_wrapper
 from types import MethodType
@@ -75,11 +75,14 @@ class UnitState(FSDPState):
 
     _pass: _Pass
 
-    def _root_pre_forward(self, *arguments: Any) -> Any:
+    def _root_pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._state_ctx.iter_forward_root is None and not is_in_backward():
             for call in self._pass.before_forward:
                 call()
-        return super()._root_pre_forward(*arguments)
+        if args or kwargs:
+            return super()._root_pre_forward(module, args, kwargs)
+        super()._root_pre_forward(module, (None,), kwargs)  # torch 2.11 fails at no arguments on a GPU
+        return args, kwargs
 
     def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():
@@ -128,7 +131,7 @@ class UnitGroup(FSDPParamGroup):
     _on_gathered: Callable[[FSDPParam], None]
     _as_gathered: Sequence[tuple[int, int]] = ()
     _left: LeftOnModules | None = None
-    _turns: AbstractContextManager[None] = nullcontext()  # of the model, where its gradients are in host memory
+    _turns: Turns | None = None  # of the model, where its gradients are in host memory
 
     # ---- forward ----
 
@@ -256,7 +259,7 @@ class UnitGroup(FSDPParamGroup):
             used = tuple(map(has_gradient, self.fsdp_params))
             self._state._pass.trace.add(self._number, *used)
             self._note_used(used)
-        with self._turns:
+        with self._turns.of_fsdp(self.fsdp_params) if self._turns else nullcontext():
             super().post_backward()
 
     def _note_used(self, used: tuple[bool, ...]) -> None:
@@ -286,7 +289,7 @@ def adopt(model: nn.Module, on_gathered: Callable[[FSDPParam], None]) -> Trace:
     warn_of_newer(torch.__version__)
     shared = _Pass()
     offloaded = [parameter for parameter in parameters_of(model) if parameter.offload_to_cpu]
-    turns = Turns(offloaded) if offloaded else nullcontext()
+    turns = Turns(offloaded) if offloaded else None
     for number, state in enumerate(states_of(model)):
         state.__class__ = UnitState
         state._pass = shared

@@ -3,7 +3,7 @@ sharded tensor goes into a plain one; and a sum into what has one element along 
 single output, by a tensor that is whole: the gradient of a penalty (torch takes such a dim for one that is broadcast);
 and between meshes over the same ranks: a library that shards a reference model itself, with `fully_shard(model)`, gets
 a mesh without our names, and then mixes the trained weights into it; and of a norm or another value that is pending:
-`p.grad.norm().clamp_(min=eps)` of adaptive clipping, `norm += eps`. Checked on torch 2.13.
+`p.grad.norm().clamp_(min=eps)` of adaptive clipping, `norm += eps`. (Checked on torch 2.11 to 2.15.)
 """
 
 from functools import cache
@@ -48,12 +48,15 @@ def _change(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _settle(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Collective where the tensor's value is pending, and the operator does not keep it so."""
+    tensor = args[0]
+    is_pending = is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements)
+    if not is_pending:
+        return as_torch_does(operator, args, kwargs)
+    before = local_part(tensor).clone()
     try:
         return as_torch_does(operator, args, kwargs)
-    except RuntimeError:  # before anything is computed
-        tensor = args[0]
-        if not (is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements)):
-            raise
+    except RuntimeError:  # torch 2.11 has computed by then
+        local_part(tensor).copy_(before)
     known = settle(tensor.detach())
     tensor._local_tensor, tensor._spec = known._local_tensor, known._spec
     return as_torch_does(operator, args, kwargs)

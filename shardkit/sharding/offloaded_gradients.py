@@ -3,27 +3,30 @@
 FSDP computes on the device and adds a unit's gradients to those in host memory, from autograd's thread of the device,
 in a copy that may still run when the next operation begins. Gradients of the sharded parameters themselves, as of a
 penalty on the weights (`sum(p.pow(2).sum() for p in model.parameters())`), are added on the CPU, by another thread.
-Here they take turns, and the CPU waits for the copy.
+Here they take turns, and the CPU waits for the copy; so does FSDP before a script's hook reads the gradient, as an
+optimizer in backward does (torch waits there from 2.13 on).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from shardkit.sharding.hooks import mark_own, taking_hooks
+from shardkit.sharding.hooks import is_own, mark_own, taking_hooks
+from shardkit.sharding.parameters import post_accumulate_hooks_of
 
 # Longer than the CPU adds to a tensor: where autograd fails in between, it does not end its turn.
 PATIENCE_S = 30.0
 
 
 class Turns:
-    """Of a model with parameters in host memory. FSDP takes its turns by `with`."""
+    """Of a model with parameters in host memory."""
 
     def __init__(self, parameters: Iterable[FSDPParam]) -> None:
         self._lock = threading.Lock()
@@ -31,11 +34,15 @@ class Turns:
         for parameter in parameters:
             self._hook(parameter)
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def of_fsdp(self, parameters: Iterable[FSDPParam]) -> Iterator[None]:
+        """FSDP's turn, in which it adds the gradients of these parameters."""
         self._begin()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
+        try:
+            with _copied_beside_the_device(parameters):
+                yield
+        finally:
+            self._lock.release()
 
     def _begin(self) -> None:
         """Waits for the other's turn, and takes over one that was never ended."""
@@ -75,3 +82,25 @@ class Turns:
         if self._adding == threading.get_ident():
             self._adding = None
             self._lock.release()
+
+
+@contextmanager
+def _copied_beside_the_device(parameters: Iterable[FSDPParam]) -> Iterator[None]:
+    """Inside, FSDP does not wait for the copies of the gradients, but for those that a script's hook reads at once. The
+    hooks above read none, so they are hidden: torch waits where there is any hook."""
+    before: list[tuple[Any, str, Any]] = []
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in parameters:
+            tensor: Any = parameter.sharded_param
+            if not all(map(is_own, post_accumulate_hooks_of(tensor))):
+                before.append((parameter, "pin_memory", parameter.pin_memory))
+                parameter.pin_memory = False
+            elif post_accumulate_hooks_of(tensor):
+                before.append((tensor, "_post_accumulate_grad_hooks", tensor._post_accumulate_grad_hooks))
+                tensor._post_accumulate_grad_hooks = {}
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunctionSubclass():
+            for owner, name, value in before:
+                setattr(owner, name, value)
