@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.loops.net import Net, cross_entropy, loss_of, started, train
-from tests.loops.run import LOOPS, WHOLE, Loop, Run, loop
+from tests.loops.net import Net, adam, cross_entropy, loss_of, started, train
+from tests.loops.run import BY_SIZE, LOOPS, WHOLE, Loop, Run, loop
 
 
 @loop()
@@ -254,3 +254,27 @@ def _recomputing(is_reentrant: bool) -> Any:
 
 LOOPS["recomputing_by_a_backward_inside"] = Loop(_recomputing(True))
 LOOPS["recomputing_by_hooks"] = Loop(_recomputing(False))
+
+
+class Table(nn.Module):
+    """What is learned is an image, say, or a prompt: nothing is put in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.out = nn.Parameter(torch.randn(6, 7)), nn.Linear(7, 5)
+
+    def forward(self) -> torch.Tensor:
+        return self.out(self.values.tanh())
+
+
+@loop(fsdp=BY_SIZE)
+def a_forward_without_inputs(run: Run) -> None:
+    torch.manual_seed(1)
+    model = Table()
+    model, optimizer = run.prepare(model, adam(model.parameters()))
+    for step in range(run.steps):
+        loss = (model() - run.draw(step, 1, 5)).pow(2).mean()
+        run.backward(loss)
+        run.clip(model.parameters(), 1.0)
+        run.step(optimizer)
+        run.see_mean(loss)
