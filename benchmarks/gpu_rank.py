@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,14 @@ def by_hand(order: Order) -> Training:
     """FSDP2 as its tutorial has it, in the dtypes that shardkit uses."""
     dist.init_process_group("cpu:gloo,cuda:nccl" if order.device == "cuda" else "gloo", **_alone())
     mesh = init_device_mesh(order.device, (1,))
-    compute = torch.bfloat16 if order.precision == "bf16" else None
+    compute = None if order.precision == "no" else torch.bfloat16
     inner = MixedPrecisionPolicy(compute, torch.float32)
     outer = MixedPrecisionPolicy(compute, torch.float32, output_dtype=torch.float32)
     model = _model(order)
     kept = CPUOffloadPolicy() if order.offloaded else OffloadPolicy()
     for block in model.blocks:
+        if order.precision == "fp8":
+            _convert_to_fp8(block)
         if order.compiled:
             block.compile()
         fully_shard(block, mesh=mesh, mp_policy=inner, offload_policy=kept, reshard_after_forward=order.strategy == 1)
@@ -87,9 +90,17 @@ def by_hand(order: Order) -> Training:
         logits = model(tokens)  # held until the end of the step, as in most loops, and as the plan takes for granted
         loss_of(logits, tokens).backward()
         optimizer.step()
+        if order.precision == "fp8":
+            import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(model)
         optimizer.zero_grad()
 
     return Training(step, model, end=dist.destroy_process_group)
+
+
+def _convert_to_fp8(block: nn.Module) -> None:
+    """As torchao's documentation has it for FSDP2."""
+    float8 = import_module("torchao.float8")
+    float8.convert_to_float8_training(block, config=float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True))
 
 
 def _model(order: Order) -> nn.Module:
