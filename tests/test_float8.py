@@ -179,7 +179,7 @@ def test_sharded_training_in_8_bits_is_near_to_bf16(ranks, kind):
     if kind == "fp8":
         carried = two[0]["gathered"]
         assert carried["blocks.0.up.weight"] == "torch.float8_e4m3fn" and carried["head.weight"] == "torch.bfloat16"
-        assert two[0]["local"] == "WeightWithDynamicFloat8CastTensor"
+        assert two[0]["local"] == "Fp8Weight"
         assert any(name.endswith("blocks.0.up") for name in two[0]["changed"])
         assert not any("head" in name or "embed" in name for name in ddp["changed"])
 

@@ -165,7 +165,7 @@ def gather_in_fp8(model: nn.Module) -> None:
     """
     from shardkit.sharding import fsdp_internals, fsdp_unit
 
-    kind = import_module("torchao.float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
+    kind = _fp8_weight()
     layers = {id(module.weight): module for module in model.modules() if hasattr(module, "linear_mm_config")}
     gathered, dtype = [], None
     for parameter in fsdp_internals.parameters_of(model):
@@ -180,6 +180,22 @@ def gather_in_fp8(model: nn.Module) -> None:
         scales = _Scales(gathered, partial(to_scale, float8_dtype=dtype))
         fsdp_unit.before_forward(model, scales.compute)
         fsdp_unit.at_end_of_backward(model, (), scales.drop)
+
+
+@cache
+def _fp8_weight() -> Any:
+    kind: Any = import_module("torchao.float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
+    to_fp8 = import_module("torchao.float8.float8_utils").to_fp8_saturated
+
+    class Fp8Weight(kind):
+        def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+            """As torchao's, without its autograd function and tensor class, which cost the host more than the cast."""
+            scale = self._precomputed_scale
+            if scale is None:
+                return super().fsdp_pre_all_gather(mesh)
+            return (to_fp8(self._tensor.to(torch.float32) * scale, self._dtype),), (scale,)
+
+    return Fp8Weight
 
 
 class _Scales:
