@@ -2,7 +2,8 @@
 
 Elsewhere torch takes them apart before DTensor sees them. In inference mode it does not, and DTensor finds one layout
 for the whole operator and runs it on each rank's part: wrong numbers where parts differ in size, and where an argument
-is a size. Here they are taken apart there, too. (Seen on torch 2.13; 2.11 does it by itself.)
+is a size. Here they are taken apart there, too. (Seen on torch 2.13. 2.11 does it by itself, but for
+`flatten` and what flattens: it flattens each rank's part, with the zeros that fill the last one up.)
 """
 
 from functools import cache
@@ -10,10 +11,16 @@ from typing import Any
 
 import torch
 
+from shardkit.sharding.dtensor_operators import handle
+
+_aten = torch.ops.aten
+
 
 @cache
 def install() -> None:
     """Takes them apart. Has an effect once per process."""
+    handle([getattr(_aten, name).default for name in ("ravel", "quantile", "nanquantile")], _taken_apart)
+    handle((_aten.flatten.using_ints, _aten.quantile.scalar, _aten.nanquantile.scalar), _taken_apart)
     try:
         from torch.distributed.tensor._decompositions import DecompShardingStrategy
     except ImportError:  # such a torch takes them apart
@@ -24,6 +31,10 @@ def install() -> None:
         return not _is_taken_apart(operator) and has_decomposition(operator)
 
     DecompShardingStrategy.has_decomp = staticmethod(is_tried_whole)  # type: ignore[assignment, method-assign]
+
+
+def _taken_apart(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return operator.decompose(*args, **kwargs)
 
 
 def _is_taken_apart(operator: Any) -> bool:

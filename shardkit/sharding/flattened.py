@@ -2,9 +2,6 @@
 
 torch refuses these, so that a script which joins all gradients would work with some sizes of layers only. Here they are
 flattened whole, into a copy that all ranks get (see `copied_parts`). (Checked on torch 2.13.)
-
-In inference mode torch does not take `flatten` and what flattens apart into views, and flattens each rank's part, with
-the zeros that fill the last one up.
 """
 
 from functools import cache
@@ -23,8 +20,6 @@ _aten = torch.ops.aten
 def install() -> None:
     """Makes them flatten. Has an effect once per process."""
     handle((_aten.view.default, _aten._unsafe_view.default), _view)
-    handle([getattr(_aten, name).default for name in ("ravel", "quantile", "nanquantile")], _taken_apart)
-    handle((_aten.flatten.using_ints, _aten.quantile.scalar, _aten.nanquantile.scalar), _taken_apart)
 
 
 def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -34,7 +29,3 @@ def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not is_uneven(args[0]):
             raise
     return as_copy(as_torch_does(operator, (replicated(args[0]), *args[1:]), kwargs))
-
-
-def _taken_apart(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return operator.decompose(*args, **kwargs)

@@ -89,7 +89,9 @@ class ShardedParameter(DTensor):
                 local_part(self).copy_(local_part(redistributed(values, self.placements)))
 
     def detach(self) -> Any:
-        with outside_inference_mode():  # in which torch cannot detach a DTensor
+        if not torch.is_inference_mode_enabled():  # in which torch cannot detach a DTensor
+            return self._noted(super().detach())
+        with outside_inference_mode():
             return self._noted(super().detach())
 
     def _noted(self, alias: Any) -> Any:
