@@ -178,6 +178,28 @@ def test_the_rank_that_raised_is_named_and_its_victims_stay_in_the_logs(tmp_path
     assert "Connection closed" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("data", "phase"),
+    [
+        ("accelerator.prepare(DataLoader(torch.ones(9, 2)))", "in forward"),
+        ("torch.ones(9, 1, 2)", "after optimizer step"),
+    ],
+)
+def test_the_place_in_the_step_is_that_of_the_failure(tmp_path, data, phase):
+    """Without `accumulate()`, with a prepared loader and without one."""
+    (tmp_path / "fails.py").write_text(
+        "import torch\nfrom torch.utils.data import DataLoader\nfrom shardkit import Accelerator\n"
+        "accelerator = Accelerator()\nmodel = torch.nn.Linear(2, 2)\n"
+        "model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))\n"
+        f"for batch in {data}:\n    if accelerator.counters.step == 3:\n        torch.empty(2**50)\n"
+        "    accelerator.backward(model(batch).sum())\n    optimizer.step()\n"
+    )
+    done = launch(tmp_path, "-n", "1", "fails.py")
+    said = rf"can't allocate memory.* \(fails\.py:9\), after .* s, at step 3 {phase}\.\n"
+    assert re.search(said, done.stderr), done.stderr
+    assert "shardkit plan --model MODULE:FUNCTION" in done.stderr
+
+
 @pytest.mark.fault_row(27)
 @pytest.mark.parametrize("what", ["exit", "_exit"])
 def test_a_rank_that_leaves_early_is_named(tmp_path, what):

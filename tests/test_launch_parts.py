@@ -684,8 +684,11 @@ def test_the_words_for_a_failure():
     assert rest[1].startswith("  logs     runs/x/rank1.log")
     saved = diagnosis.render(found, 10.0, "runs/x", saved_step=5)
     assert "  saved    step 5; resume with --resume auto" in saved
-    out_of_memory = diagnosis.diagnose([RankOutcome(0, exit_code=1, error=error(0, kind="OutOfMemoryError"))])
-    assert "builds the model: shardkit plan --model MODULE:FUNCTION" in diagnosis.render(out_of_memory, 0.0, "runs/x")
+    on_the_host = replace(error(0, kind="RuntimeError"), message="DefaultCPUAllocator: can't allocate memory")
+    for lack in (error(0, kind="OutOfMemoryError"), on_the_host):
+        out_of_memory = diagnosis.diagnose([RankOutcome(0, exit_code=1, error=lack)])
+        text = diagnosis.render(out_of_memory, 0.0, "runs/x")
+        assert "builds the model: shardkit plan --model MODULE:FUNCTION" in text
     message = "aten.mm: got mixed torch.Tensor and DTensor, need to convert all"
     mixed = RankOutcome(0, exit_code=1, error=replace(error(0), message=message))
     text = diagnosis.render(diagnosis.diagnose([mixed]), 0.0, "runs/x")

@@ -11,6 +11,7 @@ import torch
 
 from shardkit.data.position import Position
 from shardkit.data.sources import Piece
+from shardkit.distributed import progress
 from shardkit.distributed.collectives import leaves
 from shardkit.errors import UsageError
 
@@ -178,7 +179,7 @@ class Loop:
             )
 
     def given(self, batch: Any) -> Any:
-        """The batch, with its tensors and length noted."""
+        """The batch, with its tensors and length noted; the script goes on with it."""
         tensors = list(_tensors_in(batch))
         self.tensors = [ref(tensor) for tensor in tensors]
         if self.yielded == 1 and self.restored_batches:
@@ -188,6 +189,7 @@ class Loop:
         lengths = {tensor.size(0) for tensor in tensors if tensor.dim()}  # len() fails for nested tensors
         self.local_samples = lengths.pop() if len(lengths) == 1 else None
         self.local_total += self.local_samples or 0
+        progress.post("forward")
         return batch
 
 

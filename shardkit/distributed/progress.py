@@ -1,6 +1,6 @@
 """Posts this rank's phase and step, so that the launcher can detect hangs and name the rank that stopped first.
 
-progress.post("forward", step)       cheap (microseconds), from the main thread; does nothing when not launched
+progress.post("backward", step)      cheap (microseconds), from the main thread; does nothing when not launched
 with progress.paused("pause", step)  inside, the launcher's hang detection is off
 progress.leave("done", step)         hang detection is off from here on
 progress.committed(step)             a checkpoint is committed; restarts continue while this grows
@@ -19,8 +19,9 @@ _pauses: list[str] = []
 """The current pauses of this rank, outermost first."""
 
 
-def post(phase: str, step: int) -> None:
-    """This rank enters `phase` of optimizer step `step`; restarts the launcher's hang clock, unless in a pause."""
+def post(phase: str, step: int | None = None) -> None:
+    """This rank enters `phase` of optimizer step `step` (None: of the present one); restarts the launcher's hang clock,
+    unless in a pause."""
     writer = _writer()
     if writer is not None:
         writer.post(phase, step, is_watched=not _pauses)

@@ -69,6 +69,14 @@ _BY_MESSAGE = (
 )
 """(regular expression, advice) for messages of errors."""
 
+OUT_OF_MEMORY_SIGNS = (
+    "out of memory",
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+"""Out-of-memory messages of torch and its libraries that are not torch.OutOfMemoryError."""
+
 
 @dataclass(frozen=True)
 class RankOutcome:
@@ -163,7 +171,8 @@ def render(diagnosis: Diagnosis, started_s: float, log_dir: str, saved_step: int
     outcome = diagnosis.outcome
     where = f" ({diagnosis.where})" if diagnosis.where else ""
     after = f", after {outcome.time_s - started_s:.1f} s" if outcome.time_s < float("inf") else ""
-    step = f", at step {outcome.step} in {outcome.phase}" if outcome.phase not in {"", "starting"} else ""
+    phase = outcome.phase if outcome.phase.startswith("after ") else f"in {outcome.phase}"
+    step = f", at step {outcome.step} {phase}" if outcome.phase not in {"", "starting"} else ""
     first, *more = diagnosis.cause.split("\n")
     next_step = _next_step(outcome)
     lines = [f"launch: rank {diagnosis.rank} failed first: {first}{where}{after}{step}."]
@@ -189,7 +198,7 @@ def _next_step(outcome: RankOutcome) -> str:
             "only rank 0 reads the terminal; the others wait for it at their next collective: "
             "if accelerator.is_main_process: breakpoint()"
         )
-    if error.kind == "OutOfMemoryError":
+    if error.kind in {"OutOfMemoryError", "MemoryError"} or any(sign in error.message for sign in OUT_OF_MEMORY_SIGNS):
         return (
             "see what uses the memory, and what each change would save, with the function that builds the model: "
             "shardkit plan --model MODULE:FUNCTION"

@@ -60,9 +60,10 @@ class ProgressWriter:
         self._committed = -1
         self._lock = threading.Lock()  # a background save reports its commit from a thread
 
-    def post(self, phase: str, step: int, is_watched: bool = True) -> None:
-        """Set phase and step. The time without progress is counted from this call."""
+    def post(self, phase: str, step: int | None, is_watched: bool = True) -> None:
+        """Set phase and step (None: as it is). The time without progress is counted from this call."""
         with self._lock:
+            step = self._present[1] if step is None else step
             self._present = (phase[:64], step, time.monotonic(), is_watched)
             self._write()
 

@@ -9,6 +9,7 @@ import torch
 
 from shardkit.distributed import control, named_barrier
 from shardkit.errors import MachineError, UsageError
+from shardkit.launch.diagnosis import OUT_OF_MEMORY_SIGNS
 from shardkit.log import get_logger
 from shardkit.runtime.step_boundary import collect_garbage
 from shardkit.wording import ranks_text
@@ -20,13 +21,6 @@ log = get_logger(__name__)
 ALONE_S = 120.0
 # How long one that is through waits for those that still train.
 LONGEST_S = 1800.0
-# Out-of-memory messages of torch and its libraries that are not torch.OutOfMemoryError.
-OUT_OF_MEMORY_SIGNS = (
-    "out of memory",
-    "can't allocate memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-)
 
 
 def find_executable_batch_size(

@@ -122,6 +122,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         self._has_used_gradients, self._stepped_at = True, self._accumulation.gradient_moment
         self._final_at = NEVER
         self._accumulation.note_step(self.optimizer, self.step_was_skipped)
+        progress.post("after optimizer step", self._accumulation.counters.step)
         return result
 
     @eager
