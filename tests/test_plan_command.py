@@ -642,6 +642,14 @@ def test_step_time_by_hand():
     assert whole.time.compute_s == pytest.approx([flops / (67e12 * part) for part in (0.75, 0.50, 0.25)])
 
 
+@pytest.mark.parametrize(("batch", "is_timed"), [(["--batch-size", "4", "--seq-len", "2048"], True), ([], False)])
+def test_one_rank_has_a_time_and_no_traffic(capsys, batch, is_timed):
+    told = plan(capsys, "gpt:layers=16,hidden=2048,heads=16", "--world", "1", "--device", "h200", *batch)
+    assert ("\nTime of the step, an estimate\n" in told) is is_timed
+    assert bool(re.search(r"\n\* 1 FULL_SHARD +[\d.]+ ms - [\d.]+ ms +25% - 65%\n", told)) is is_timed
+    assert "sends" not in told and "links" not in told
+
+
 def test_a_tied_embedding_is_the_heads_matrix_too():
     tied = describe("gpt:layers=2,hidden=16,heads=2,vocab=50,seq=8,tied=true")
     apart = describe("gpt:layers=2,hidden=16,heads=2,vocab=50,seq=8")

@@ -28,7 +28,7 @@ def render(answer: Answer) -> str:
     parts = [
         _headline(answer.request),
         _memory_table(answer),
-        _traffic_table(answer),
+        _step_table(answer),
         _suggestion(answer),
         _changes(answer),
         _filled(answer.finding.text) if answer.finding else "",
@@ -176,27 +176,37 @@ def _yes_no(fits: bool | None) -> str:
     return "-" if fits is None else "yes" if fits else "NO"
 
 
-def _traffic_table(answer: Answer) -> str:
-    largest = max(row.estimate.traffic.sent_bytes for row in answer.rows)
-    if not largest:
-        return ""
-    scale, unit = _unit(largest)
+def _step_table(answer: Answer) -> str:
+    """Traffic and time of a step; one rank sends nothing."""
+    sends = _sends(answer)
+    several = sends and answer.request.machines > 1
     timed = any(row.time for row in answer.rows)
-    several = answer.request.machines > 1
-    lines = [f"What one rank sends in one step, {unit}" + ("; time of the step, an estimate" if timed else "")]
+    if not sends and not timed:
+        return ""
+    scale, unit = _unit(max(row.estimate.traffic.sent_bytes for row in answer.rows))
+    titles = [f"what one rank sends in one step, {unit}"] if sends else []
+    titles += ["time of the step, an estimate"] if timed else []
     columns = (
-        {"in its machine": 14} | ({"to others": 11} if several else {}) | ({"step": 21, "MFU": 12} if timed else {})
+        ({"in its machine": 14} if sends else {})
+        | ({"to others": 11} if several else {})
+        | ({"step": 21, "MFU": 12} if timed else {})
     )
     table = []
     for row in answer.rows:
         sent = row.estimate.traffic
-        sizes = [sent.inside_bytes, sent.between_bytes] if several else [sent.inside_bytes]
+        sizes = ([sent.inside_bytes] if sends else []) + ([sent.between_bytes] if several else [])
         table.append([*(_number(size / scale) for size in sizes), *(_time_cells(row) if timed else [])])
     head, *aligned = _aligned(list(columns), table, list(columns.values()))
-    lines.append(f"  {'strategy':<20}{head}")
+    title = "; ".join(titles)
+    lines = [title[0].upper() + title[1:], f"  {'strategy':<20}{head}"]
     for row, cells in zip(answer.rows, aligned, strict=True):
         lines.append(f"{_mark(answer, row)}{_strategy(row):<20}{cells}".rstrip())
     return "\n".join(lines)
+
+
+def _sends(answer: Answer) -> bool:
+    """Whether a rank sends anything to others."""
+    return any(row.estimate.traffic.sent_bytes for row in answer.rows)
 
 
 def _time_cells(row: Row) -> list[str]:
@@ -248,10 +258,13 @@ def _notes(answer: Answer) -> str:
     if (time := answer.chosen_row.time) is not None:
         found = time.efficiency
         faster = f", up to {COMPILE_SPEEDUP} times that with compile" if answer.request.config.shardkit.compile else ""
+        links = (
+            f"; {LINK_EFFICIENCY:.0%} of its links ({_links(answer.request)}), from everything overlapped to nothing"
+        )
+        links = links if _sends(answer) else ""
         notes.append(
             f"Times are estimates: {found.low:.0%} to {found.high:.0%} of the device's peak arithmetic ({found.source})"
-            f"{faster}; {LINK_EFFICIENCY:.0%} of its links ({_links(answer.request)}), from everything overlapped to "
-            "nothing."
+            f"{faster}{links}."
         )
     return "\n".join(_filled(note) for note in notes)
 
