@@ -38,8 +38,8 @@ from benchmarks import gpu_words, interleaved
 from benchmarks.gpu_measured import BILLION, OVER, SMALL, Failed, Options, TimeIsUp, measured, order_of, run, running
 from benchmarks.gpu_rank import Order
 from shardkit.config import hardware
+from shardkit.launch.diagnosis import OUT_OF_MEMORY_SIGNS
 from shardkit.plan import devices
-from shardkit.runtime.batch_size import OUT_OF_MEMORY_SIGNS
 
 # What the project promises of the step: elapsed time of hand-written FSDP2.
 STEP_GOAL = 1.02

@@ -258,13 +258,10 @@ def _notes(answer: Answer) -> str:
     if (time := answer.chosen_row.time) is not None:
         found = time.efficiency
         faster = f", up to {COMPILE_SPEEDUP} times that with compile" if answer.request.config.shardkit.compile else ""
-        links = (
-            f"; {LINK_EFFICIENCY:.0%} of its links ({_links(answer.request)}), from everything overlapped to nothing"
-        )
-        links = links if _sends(answer) else ""
+        links = f"; {LINK_EFFICIENCY:.0%} of its links ({_links(answer.request)}), from everything overlapped to nothing"
         notes.append(
             f"Times are estimates: {found.low:.0%} to {found.high:.0%} of the device's peak arithmetic ({found.source})"
-            f"{faster}{links}."
+            f"{faster}{links if _sends(answer) else ''}."
         )
     return "\n".join(_filled(note) for note in notes)
 

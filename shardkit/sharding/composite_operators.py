@@ -2,8 +2,8 @@
 
 Elsewhere torch takes them apart before DTensor sees them. In inference mode it does not, and DTensor finds one layout
 for the whole operator and runs it on each rank's part: wrong numbers where parts differ in size, and where an argument
-is a size. Here they are taken apart there, too. (Seen on torch 2.13. 2.11 does it by itself, but for
-`flatten` and what flattens: it flattens each rank's part, with the zeros that fill the last one up.)
+is a size. Here they are taken apart there, too. (Seen on torch 2.13. 2.11 does it by itself, but for `flatten` and what
+flattens: it flattens each rank's part, with the zeros that fill the last one up.)
 """
 
 from functools import cache
