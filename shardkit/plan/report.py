@@ -258,10 +258,9 @@ def _notes(answer: Answer) -> str:
     if (time := answer.chosen_row.time) is not None:
         found = time.efficiency
         faster = f", up to {COMPILE_SPEEDUP} times that with compile" if answer.request.config.shardkit.compile else ""
-        links = f"; {LINK_EFFICIENCY:.0%} of its links ({_links(answer.request)}), from everything overlapped to nothing"
         notes.append(
             f"Times are estimates: {found.low:.0%} to {found.high:.0%} of the device's peak arithmetic ({found.source})"
-            f"{faster}{links if _sends(answer) else ''}."
+            f"{faster}{_links(answer.request) if _sends(answer) else ''}."
         )
     return "\n".join(_filled(note) for note in notes)
 
@@ -277,7 +276,7 @@ def _has_logits(answer: Answer) -> bool:
 
 def _links(request: PlanRequest) -> str:
     device = request.device
-    inside = f"{device.link_bytes_per_s / 1e9:,.4g} GB/s in a machine"
-    return (
-        f"{inside}, {device.network_bytes_per_s / 1e9:,.4g} GB/s a rank to others" if request.machines > 1 else inside
-    )
+    speed = f"{device.link_bytes_per_s / 1e9:,.4g} GB/s in a machine"
+    if request.machines > 1:
+        speed += f", {device.network_bytes_per_s / 1e9:,.4g} GB/s a rank to others"
+    return f"; {LINK_EFFICIENCY:.0%} of its links ({speed}), from everything overlapped to nothing"
