@@ -575,6 +575,32 @@ def test_what_collating_draws_in_workers_goes_on_after_a_resume_and_differs_betw
     assert not drawn & others
 
 
+class HalfFlow(Flow):
+    """A stream that gives a rank its part."""
+
+    split_by_rank = (0, 2)
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+@pytest.mark.parametrize("kind", [Numbers, Flow, FlowWithState, HalfFlow])
+def test_without_workers_collating_draws_between_the_draws_of_the_loop_as_in_plain_torch(kind, batch_size):
+    """No batch is collated ahead: a masking collate_fn would draw others after a resume, and so would the model."""
+    world = 2 if kind is HalfFlow else 1
+    collate = noisy if batch_size else (lambda number: noisy([number]))
+
+    def drawn(batches):
+        return [(batch, float(torch.rand(()))) for batch in batches]
+
+    random.seed(0)
+    torch.manual_seed(0)
+    plain = DataLoader(kind(20), batch_size=batch_size, collate_fn=collate, generator=torch.Generator())
+    expected = drawn(plain)
+    random.seed(0)
+    torch.manual_seed(0)
+    loader = prepared(0, world, kind(20), batch_size=batch_size, collate_fn=collate)
+    assert drawn(loader) == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_ready_batches_in_workers_draw_otherwise_on_every_rank(persistent):
