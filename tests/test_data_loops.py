@@ -972,6 +972,31 @@ def test_values_of_a_whole_loop_gathered_after_it_are_told_to_have_the_padding(r
     assert ranks.run(1, gathered_after_the_loop, 13) == [[]]
 
 
+def gathered_objects(batch_size):
+    """The warnings, and the objects of the last batch, for what is no list of one value per sample."""
+    padding._warn_of_objects.cache_clear()
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "MULTI_CPU"})
+    loader = accelerator.prepare(DataLoader(Numbers(7), batch_size=batch_size))
+    with log_lines("shardkit.data") as lines:
+        for batch in loader:
+            accelerator.gather_for_metrics(float(batch.sum()))
+            accelerator.gather_for_metrics([str(int(number)) for number in batch])
+        assert not lines
+        for batch in loader:
+            found = accelerator.gather_for_metrics({"number": batch, "text": [str(int(number)) for number in batch]})
+    accelerator.free_memory()
+    return lines, [text for one in found for text in one["text"]]
+
+
+def test_objects_that_hold_several_samples_are_told_to_have_the_padding(ranks):
+    for lines, found in ranks.run(2, gathered_objects, 2):
+        (line,) = lines
+        assert "one object for all samples of a rank (got dict), so no padding is dropped; pass a list" in line
+        assert found == ["4", "5", "6", "0"]
+    assert ranks.run(2, gathered_objects, 1) == [([], ["6"])] * 2
+    assert ranks.run(1, gathered_objects, 2) == [([], ["6"])]
+
+
 def repeated_losses_of_uneven_batches(samples):
     accelerator = Accelerator(config={"distributed_type": "MULTI_CPU", "use_cpu": True}, even_batches=False)
     loader = accelerator.prepare(DataLoader(torch.arange(samples), batch_size=4))
