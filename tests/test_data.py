@@ -473,6 +473,22 @@ def test_an_evaluation_is_saved_from_its_start_where_another_loader_is_trained_o
         break
 
 
+@pytest.mark.parametrize("turns", [(0, 1), (0, 1, 2), (0, 0, 1, 1), (1, 0, 0, 1, 2)], ids=str)
+def test_loaders_that_take_turns_are_saved_where_each_is(turns):
+    """Also after their first step in an epoch: another loader's step does not make them evaluations."""
+    loaders = [prepared(dataset=Numbers(length), shuffle=True) for length in (12, 20, 16)]
+    batches, used = [iter(loader) for loader in loaders], [(0, 0)] * 3
+    for number in turns * 10:
+        loader = loaders[number]
+        if next(batches[number], None) is None:
+            batches[number] = iter(loader)
+            next(batches[number])
+        for one in loaders:
+            one.note_step(loader.last_yield)
+        used[number] = (loader.epoch, loader.samples_seen)
+        assert [*map(used_by_steps, loaders)] == used
+
+
 def test_a_position_is_not_loaded_inside_the_loop_over_its_loader():
     loader = prepared()
     start = loader.state_dict()

@@ -89,7 +89,7 @@ class PreparedLoader:
         self._next = self._used = Position()
         self._is_positioned = self._is_restored = False
         self._skipped = 0
-        self._passes_finished_epoch = self._has_looked = False
+        self._passes_finished_epoch = self._has_looked = self._is_surely_trained = False
         self._purpose: Purpose | None = None
         self._facts = facts_of(source.dataset, source.dataset_length, source.split, source.sampler)
 
@@ -165,8 +165,7 @@ class PreparedLoader:
                 self._next, (self._is_positioned, self._is_restored, self._skipped) = loop.start, loop.start_is
                 self._has_looked = True
                 return
-            has_failed = not loop.last_yield and not loop.is_finished
-            self._next, self._is_positioned = loop.position, has_failed
+            self._next, self._is_positioned = loop.position, loop.has_failed
         if loop.is_finished:
             self._used = self._next
 
@@ -328,14 +327,15 @@ class PreparedLoader:
     def note_step(self, newest: int = 0) -> None:
         """Notes that an optimizer has stepped. `newest`: `last_yield` of the newest batch of any loader.
 
-        Several loops may run at once (`zip` of two loaders): a step uses the batches that each has yielded since the
-        previous step. A loop that yielded before the first step and not after it is not training.
+        Several loops may run at once (`zip`): a step uses the batches that each has yielded since the previous one. A
+        loop that yielded before the first step and not after it is not training, unless that step had no newer batch.
         """
         loop = self._loop
         if loop is not None and loop.is_unused:
             self._purpose, self._used = "training", self._now
             loop.is_unused, loop.steps, loop.newest_at_step = False, loop.steps + 1, newest
-        elif self._purpose is None or (loop is not None and loop.steps == 1 and newest > loop.newest_at_step):
+            self._is_surely_trained |= loop.steps > 1 or newest <= loop.last_yield
+        elif self._purpose is None or (loop and not self._is_surely_trained and newest > loop.newest_at_step > 0):
             self._purpose = "evaluation"
 
     def state_dict(self) -> dict[str, Any]:

@@ -142,6 +142,11 @@ class Loop:
         return self.batch_samples if self.is_padded else -1
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it ended with an error before its first batch."""
+        return not self.last_yield and not self.is_finished
+
+    @property
     def was_a_look(self) -> bool:
         """Whether neither a backward nor a step has used its batches. (One that has dropped all batches after a
         restored position, or after those skipped by hand, counts as an epoch.)"""
