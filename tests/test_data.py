@@ -352,6 +352,15 @@ def test_another_dataset_is_refused_unless_the_epoch_starts_anew():
         list(moved(prepared(dataset=Flow(10)), {**state, **of_a_stream, "samples_seen": 20}))
 
 
+def test_a_dataset_that_grows_between_epochs_resumes_at_its_new_length():
+    """As in active learning: the saved length was that of the first epoch."""
+    loader = prepared(dataset=(data := Numbers(12)), shuffle=True)
+    loader.dataset.length = data.length = 20
+    assert sorted(flat(loader)) == list(range(20))
+    read = flat(islice(loader, 2))
+    assert sorted(read + flat(moved(prepared(dataset=data, shuffle=True), loader.state_dict()))) == list(range(20))
+
+
 def test_another_order_is_refused_inside_an_epoch_only():
     loader = prepared(shuffle=True)
     iterator = iter(loader)

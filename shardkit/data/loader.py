@@ -6,6 +6,7 @@ loader.state_dict()                               the position, in samples over 
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from typing import Any, Literal
 from weakref import WeakMethod
@@ -80,8 +81,7 @@ class PreparedLoader:
         """Called when a loop begins."""
         self._source = source
         self._user_loader = user_loader
-        self._rank = rank
-        self._device = device
+        self._rank, self._device = rank, device
         self._seed = seed
         self._loop: Loop | None = None
         self.ended: Loop | None = None
@@ -91,7 +91,7 @@ class PreparedLoader:
         self._skipped = 0
         self._passes_finished_epoch = self._has_looked = self._is_surely_trained = False
         self._purpose: Purpose | None = None
-        self._facts = facts_of(source.dataset, source.dataset_length, source.split, source.sampler)
+        self._facts = partial(facts_of, source.dataset, source.split, source.sampler)
 
     def __iter__(self) -> Iterator[Any]:
         return Batches(self._batches())
@@ -354,7 +354,7 @@ class PreparedLoader:
             "purpose": self._purpose,
             "global_batch": self.total_batch_size,
             "dataset": stored_state(position.dataset, self._source.dataset, self._rank),
-            **self._facts,
+            **self._facts(),
         }
 
     def _position_to_save(self) -> Position:
@@ -371,7 +371,7 @@ class PreparedLoader:
         Raises CheckpointError where `misfit` finds a problem. With `restart_epoch` the saved epoch starts from its
         beginning where the data, or the way they are split, have changed.
         """
-        problem = misfit(state, self._facts, saved_ranks=None)
+        problem = misfit(state, self._facts(), saved_ranks=None)
         if reason := self._loop_misfit(state) or (None if restart_epoch else problem):
             raise CheckpointError(f"data: {reason}.")
         if self._loop is not None:
@@ -382,7 +382,7 @@ class PreparedLoader:
 
     def misfit(self, state: Mapping[str, Any], saved_ranks: int) -> str | None:
         """Why a position saved by `saved_ranks` ranks cannot be loaded here, and what to do; None where it can."""
-        return self._loop_misfit(state) or misfit(state, self._facts, saved_ranks)
+        return self._loop_misfit(state) or misfit(state, self._facts(), saved_ranks)
 
     def _loop_misfit(self, state: Mapping[str, Any]) -> str | None:
         if self._loop is None or state == self.state_dict():
