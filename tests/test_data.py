@@ -1,5 +1,6 @@
 """Prepared loaders. A rank's part depends on its number alone, so most worlds here are made in one process."""
 
+import copy
 import json
 import os
 import random
@@ -534,6 +535,7 @@ def test_the_rest_of_a_loader_is_as_the_user_made_it():
     assert loader.dataset.length == 40
     assert (loader.total_batch_size, loader.batch_size, len(loader)) == (8, 4, 5)
     assert isinstance(loader.sampler, SequentialSampler)
+    assert isinstance(loader, DataLoader) and flat(copy.deepcopy(prepared())) == list(range(40))
     assert prepared(0, 2, split_batches=True).batch_size == 2
     assert prepare_loader(loader, 0, 2, CPU, 7) is loader
     with pytest.raises(UsageError, match=r"not a torch DataLoader \(got list\)"):

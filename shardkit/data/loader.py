@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from shardkit.data.agreement import agreed_seed, own_seed
 from shardkit.data.device import to_device
 from shardkit.data.loop import Batches, Loop
-from shardkit.data.position import EPOCH_IS_OVER, Position, facts_of, misfit, saved_position, stored_state
+from shardkit.data.position import EPOCH_IS_OVER, Position, facts_of, inside_loop, misfit, saved_position, stored_state
 from shardkit.data.sources import Source, batch_sampler_of, batch_size_of, layout_of, source_of
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
@@ -251,6 +251,10 @@ class PreparedLoader:
         """Batches in a whole epoch, the same on every rank."""
         return len(self._source)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for `isinstance(loader, DataLoader)`
+        return type(self._user_loader)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -387,11 +391,7 @@ class PreparedLoader:
     def _loop_misfit(self, state: Mapping[str, Any]) -> str | None:
         if self._loop is None or state == self.state_dict():
             return None
-        return (
-            "a position cannot be loaded inside the loop over its loader, which cannot be moved (got epoch "
-            f"{state['epoch']}, {state['samples_seen']:,} samples); leave the loop, and any except clause, before "
-            "loading, delete iterators of the loader, or use load_state(..., data_position=False)"
-        )
+        return inside_loop(state)
 
 
 def active_loader(loaders: Iterable[PreparedLoader]) -> PreparedLoader | None:

@@ -155,6 +155,15 @@ def misfit(state: Mapping[str, Any], facts: Mapping[str, Any], saved_ranks: int 
     return None
 
 
+def inside_loop(state: Mapping[str, Any]) -> str:
+    """Why a saved position cannot be loaded while its loader is being read."""
+    return (
+        "a position cannot be loaded inside the loop over its loader, which cannot be moved (got epoch "
+        f"{state['epoch']}, {state['samples_seen']:,} samples); leave the loop, and any except clause, before "
+        "loading, delete iterators of the loader, or use load_state(..., data_position=False)"
+    )
+
+
 def _split(ranks: int | None) -> str:
     return "a whole stream" if ranks is None else f"{ranks} parts"
 
