@@ -179,7 +179,7 @@ def test_an_error_inside_the_loop_leaves_it_where_it_is(loader, epochs):
     assert flat(moved(loader, {**loader.state_dict(), "epoch": 0, "samples_seen": 16})) == list(chain(*epochs[0][4:]))
 
 
-@pytest.mark.parametrize("dataset", [Numbers(), ShuffledFlow()])
+@pytest.mark.parametrize("dataset", [Numbers(), ShuffledFlow(), FlowWithState()])
 def test_a_loop_without_training_over_a_loader_that_is_trained_on_is_no_epoch(dataset):
     """An accuracy on the training data, or a look at a batch, before or after each epoch, maybe on one rank only."""
     shuffle = isinstance(dataset, Numbers)

@@ -116,7 +116,7 @@ class PreparedLoader:
     def _begin(self) -> Loop:
         """A loop from the current position."""
         outer, start, self._has_looked = self._loop, self._next, False
-        left_out, start_is = 0, (self._is_positioned, self._is_restored, self._skipped)
+        left_out, start_is = 0, (self._is_restored, self._skipped)
         if self._is_positioned:
             left_out = start.samples // self.total_batch_size if self._is_restored else 0
             if self._is_restored and self._is_over(start):
@@ -162,8 +162,8 @@ class PreparedLoader:
         self._loop = None
         if not self._is_positioned and loop.position.epoch >= self._next.epoch:
             if self._purpose == "training" and loop.was_a_look:
-                self._next, (self._is_positioned, self._is_restored, self._skipped) = loop.start, loop.start_is
-                self._has_looked = True
+                self._next, (self._is_restored, self._skipped) = loop.start, loop.start_is
+                self._is_positioned = self._has_looked = True  # a stream is brought back to it
                 return
             self._next, self._is_positioned = loop.position, loop.has_failed
         if loop.is_finished:
