@@ -1,5 +1,6 @@
 """Prepared loaders. A rank's part depends on its number alone, so most worlds here are made in one process."""
 
+import copy
 import json
 import os
 import random
@@ -352,6 +353,15 @@ def test_another_dataset_is_refused_unless_the_epoch_starts_anew():
         list(moved(prepared(dataset=Flow(10)), {**state, **of_a_stream, "samples_seen": 20}))
 
 
+def test_a_dataset_that_grows_between_epochs_resumes_at_its_new_length():
+    """As in active learning: the saved length was that of the first epoch."""
+    loader = prepared(dataset=(data := Numbers(12)), shuffle=True)
+    loader.dataset.length = data.length = 20
+    assert sorted(flat(loader)) == list(range(20))
+    read = flat(islice(loader, 2))
+    assert sorted(read + flat(moved(prepared(dataset=data, shuffle=True), loader.state_dict()))) == list(range(20))
+
+
 def test_another_order_is_refused_inside_an_epoch_only():
     loader = prepared(shuffle=True)
     iterator = iter(loader)
@@ -473,6 +483,22 @@ def test_an_evaluation_is_saved_from_its_start_where_another_loader_is_trained_o
         break
 
 
+@pytest.mark.parametrize("turns", [(0, 1), (0, 1, 2), (0, 0, 1, 1), (1, 0, 0, 1, 2)], ids=str)
+def test_loaders_that_take_turns_are_saved_where_each_is(turns):
+    """Also after their first step in an epoch: another loader's step does not make them evaluations."""
+    loaders = [prepared(dataset=Numbers(length), shuffle=True) for length in (12, 20, 16)]
+    batches, used = [iter(loader) for loader in loaders], [(0, 0)] * 3
+    for number in turns * 10:
+        loader = loaders[number]
+        if next(batches[number], None) is None:
+            batches[number] = iter(loader)
+            next(batches[number])
+        for one in loaders:
+            one.note_step(loader.last_yield)
+        used[number] = (loader.epoch, loader.samples_seen)
+        assert [*map(used_by_steps, loaders)] == used
+
+
 def test_a_position_is_not_loaded_inside_the_loop_over_its_loader():
     loader = prepared()
     start = loader.state_dict()
@@ -509,6 +535,7 @@ def test_the_rest_of_a_loader_is_as_the_user_made_it():
     assert loader.dataset.length == 40
     assert (loader.total_batch_size, loader.batch_size, len(loader)) == (8, 4, 5)
     assert isinstance(loader.sampler, SequentialSampler)
+    assert isinstance(loader, DataLoader) and flat(copy.deepcopy(prepared())) == list(range(40))
     assert prepared(0, 2, split_batches=True).batch_size == 2
     assert prepare_loader(loader, 0, 2, CPU, 7) is loader
     with pytest.raises(UsageError, match=r"not a torch DataLoader \(got list\)"):

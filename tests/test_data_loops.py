@@ -179,7 +179,7 @@ def test_an_error_inside_the_loop_leaves_it_where_it_is(loader, epochs):
     assert flat(moved(loader, {**loader.state_dict(), "epoch": 0, "samples_seen": 16})) == list(chain(*epochs[0][4:]))
 
 
-@pytest.mark.parametrize("dataset", [Numbers(), ShuffledFlow()])
+@pytest.mark.parametrize("dataset", [Numbers(), ShuffledFlow(), FlowWithState()])
 def test_a_loop_without_training_over_a_loader_that_is_trained_on_is_no_epoch(dataset):
     """An accuracy on the training data, or a look at a batch, before or after each epoch, maybe on one rank only."""
     shuffle = isinstance(dataset, Numbers)
@@ -575,6 +575,32 @@ def test_what_collating_draws_in_workers_goes_on_after_a_resume_and_differs_betw
     assert not drawn & others
 
 
+class HalfFlow(Flow):
+    """A stream that gives a rank its part."""
+
+    split_by_rank = (0, 2)
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+@pytest.mark.parametrize("kind", [Numbers, Flow, FlowWithState, HalfFlow])
+def test_without_workers_collating_draws_between_the_draws_of_the_loop_as_in_plain_torch(kind, batch_size):
+    """No batch is collated ahead: a masking collate_fn would draw others after a resume, and so would the model."""
+    world = 2 if kind is HalfFlow else 1
+    collate = noisy if batch_size else (lambda number: noisy([number]))
+
+    def drawn(batches):
+        return [(batch, float(torch.rand(()))) for batch in batches]
+
+    random.seed(0)
+    torch.manual_seed(0)
+    plain = DataLoader(kind(20), batch_size=batch_size, collate_fn=collate, generator=torch.Generator())
+    expected = drawn(plain)
+    random.seed(0)
+    torch.manual_seed(0)
+    loader = prepared(0, world, kind(20), batch_size=batch_size, collate_fn=collate)
+    assert drawn(loader) == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_ready_batches_in_workers_draw_otherwise_on_every_rank(persistent):
@@ -944,6 +970,31 @@ def test_values_of_a_whole_loop_gathered_after_it_are_told_to_have_the_padding(r
         assert line.startswith("gather_for_metrics: called after the loop with the values of all its batches")
     assert ranks.run(2, gathered_after_the_loop, 12) == [[], []]
     assert ranks.run(1, gathered_after_the_loop, 13) == [[]]
+
+
+def gathered_objects(batch_size):
+    """The warnings, and the objects of the last batch, for what is no list of one value per sample."""
+    padding._warn_of_objects.cache_clear()
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "MULTI_CPU"})
+    loader = accelerator.prepare(DataLoader(Numbers(7), batch_size=batch_size))
+    with log_lines("shardkit.data") as lines:
+        for batch in loader:
+            accelerator.gather_for_metrics(float(batch.sum()))
+            accelerator.gather_for_metrics([str(int(number)) for number in batch])
+        assert not lines
+        for batch in loader:
+            found = accelerator.gather_for_metrics({"number": batch, "text": [str(int(number)) for number in batch]})
+    accelerator.free_memory()
+    return lines, [text for one in found for text in one["text"]]
+
+
+def test_objects_that_hold_several_samples_are_told_to_have_the_padding(ranks):
+    for lines, found in ranks.run(2, gathered_objects, 2):
+        (line,) = lines
+        assert "one object for all samples of a rank (got dict), so no padding is dropped; pass a list" in line
+        assert found == ["4", "5", "6", "0"]
+    assert ranks.run(2, gathered_objects, 1) == [([], ["6"])] * 2
+    assert ranks.run(1, gathered_objects, 2) == [([], ["6"])]
 
 
 def repeated_losses_of_uneven_batches(samples):

@@ -389,11 +389,11 @@ def _restore_random(checkpoint: Checkpoint, plan: Plan, control: ControlGroup, h
     if plan.own is not None:
         random_state.restore(plan.own["rng"])
         return
-    random_state.derive(plan.common["seed"], checkpoint.manifest.step, control.rank)
+    random_state.derive_together(plan.common["seed"], checkpoint.manifest.step, control)
     if control.rank == 0:
         logger.warning(
             "checkpoint: saved by %d ranks, loading on %d: %s are restored exactly; random generators are seeded from "
-            "(seed, step, rank).",
+            "(seed, step, rank), alike on all ranks where they were.",
             checkpoint.manifest.world_size,
             control.world_size,
             "weights, optimizer and data position" if has_loaders else "weights and optimizer",

@@ -6,6 +6,7 @@ loader.state_dict()                               the position, in samples over 
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from typing import Any, Literal
 from weakref import WeakMethod
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 from shardkit.data.agreement import agreed_seed, own_seed
 from shardkit.data.device import to_device
 from shardkit.data.loop import Batches, Loop
-from shardkit.data.position import EPOCH_IS_OVER, Position, facts_of, misfit, saved_position, stored_state
+from shardkit.data.position import EPOCH_IS_OVER, Position, facts_of, inside_loop, misfit, saved_position, stored_state
 from shardkit.data.sources import Source, batch_sampler_of, batch_size_of, layout_of, source_of
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
@@ -80,8 +81,7 @@ class PreparedLoader:
         """Called when a loop begins."""
         self._source = source
         self._user_loader = user_loader
-        self._rank = rank
-        self._device = device
+        self._rank, self._device = rank, device
         self._seed = seed
         self._loop: Loop | None = None
         self.ended: Loop | None = None
@@ -89,9 +89,9 @@ class PreparedLoader:
         self._next = self._used = Position()
         self._is_positioned = self._is_restored = False
         self._skipped = 0
-        self._passes_finished_epoch = self._has_looked = False
+        self._passes_finished_epoch = self._has_looked = self._is_surely_trained = False
         self._purpose: Purpose | None = None
-        self._facts = facts_of(source.dataset, source.dataset_length, source.split, source.sampler)
+        self._facts = partial(facts_of, source.dataset, source.split, source.sampler)
 
     def __iter__(self) -> Iterator[Any]:
         return Batches(self._batches())
@@ -116,7 +116,7 @@ class PreparedLoader:
     def _begin(self) -> Loop:
         """A loop from the current position."""
         outer, start, self._has_looked = self._loop, self._next, False
-        left_out, start_is = 0, (self._is_positioned, self._is_restored, self._skipped)
+        left_out, start_is = 0, (self._is_restored, self._skipped)
         if self._is_positioned:
             left_out = start.samples // self.total_batch_size if self._is_restored else 0
             if self._is_restored and self._is_over(start):
@@ -162,11 +162,10 @@ class PreparedLoader:
         self._loop = None
         if not self._is_positioned and loop.position.epoch >= self._next.epoch:
             if self._purpose == "training" and loop.was_a_look:
-                self._next, (self._is_positioned, self._is_restored, self._skipped) = loop.start, loop.start_is
-                self._has_looked = True
+                self._next, (self._is_restored, self._skipped) = loop.start, loop.start_is
+                self._is_positioned = self._has_looked = True  # a stream is brought back to it
                 return
-            has_failed = not loop.last_yield and not loop.is_finished
-            self._next, self._is_positioned = loop.position, has_failed
+            self._next, self._is_positioned = loop.position, loop.has_failed
         if loop.is_finished:
             self._used = self._next
 
@@ -252,6 +251,10 @@ class PreparedLoader:
         """Batches in a whole epoch, the same on every rank."""
         return len(self._source)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for `isinstance(loader, DataLoader)`
+        return type(self._user_loader)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -328,14 +331,15 @@ class PreparedLoader:
     def note_step(self, newest: int = 0) -> None:
         """Notes that an optimizer has stepped. `newest`: `last_yield` of the newest batch of any loader.
 
-        Several loops may run at once (`zip` of two loaders): a step uses the batches that each has yielded since the
-        previous step. A loop that yielded before the first step and not after it is not training.
+        Several loops may run at once (`zip`): a step uses the batches that each has yielded since the previous one. A
+        loop that yielded before the first step and not after it is not training, unless that step had no newer batch.
         """
         loop = self._loop
         if loop is not None and loop.is_unused:
             self._purpose, self._used = "training", self._now
             loop.is_unused, loop.steps, loop.newest_at_step = False, loop.steps + 1, newest
-        elif self._purpose is None or (loop is not None and loop.steps == 1 and newest > loop.newest_at_step):
+            self._is_surely_trained |= loop.steps > 1 or newest <= loop.last_yield
+        elif self._purpose is None or (loop and not self._is_surely_trained and newest > loop.newest_at_step > 0):
             self._purpose = "evaluation"
 
     def state_dict(self) -> dict[str, Any]:
@@ -354,7 +358,7 @@ class PreparedLoader:
             "purpose": self._purpose,
             "global_batch": self.total_batch_size,
             "dataset": stored_state(position.dataset, self._source.dataset, self._rank),
-            **self._facts,
+            **self._facts(),
         }
 
     def _position_to_save(self) -> Position:
@@ -371,7 +375,7 @@ class PreparedLoader:
         Raises CheckpointError where `misfit` finds a problem. With `restart_epoch` the saved epoch starts from its
         beginning where the data, or the way they are split, have changed.
         """
-        problem = misfit(state, self._facts, saved_ranks=None)
+        problem = misfit(state, self._facts(), saved_ranks=None)
         if reason := self._loop_misfit(state) or (None if restart_epoch else problem):
             raise CheckpointError(f"data: {reason}.")
         if self._loop is not None:
@@ -382,16 +386,12 @@ class PreparedLoader:
 
     def misfit(self, state: Mapping[str, Any], saved_ranks: int) -> str | None:
         """Why a position saved by `saved_ranks` ranks cannot be loaded here, and what to do; None where it can."""
-        return self._loop_misfit(state) or misfit(state, self._facts, saved_ranks)
+        return self._loop_misfit(state) or misfit(state, self._facts(), saved_ranks)
 
     def _loop_misfit(self, state: Mapping[str, Any]) -> str | None:
         if self._loop is None or state == self.state_dict():
             return None
-        return (
-            "a position cannot be loaded inside the loop over its loader, which cannot be moved (got epoch "
-            f"{state['epoch']}, {state['samples_seen']:,} samples); leave the loop, and any except clause, before "
-            "loading, delete iterators of the loader, or use load_state(..., data_position=False)"
-        )
+        return inside_loop(state)
 
 
 def active_loader(loaders: Iterable[PreparedLoader]) -> PreparedLoader | None:

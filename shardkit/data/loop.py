@@ -103,8 +103,8 @@ class Loop:
     is_trained_on: bool = False
     """Whether there was a backward."""
     start: Position = field(default_factory=Position)
-    start_is: tuple[bool, bool, int] = (False, False, 0)
-    """Whether the start was set, and restored by `load_state_dict`; the number of batches skipped by hand."""
+    start_is: tuple[bool, int] = (False, 0)
+    """Whether the start was restored by `load_state_dict`; the number of batches skipped by hand."""
     _first_tensors: list[ReferenceType[torch.Tensor]] = field(default_factory=list)
     """The tensors of its first batch, where it began at a restored position."""
     _is_first_dropped: bool = False
@@ -143,10 +143,15 @@ class Loop:
         return self.batch_samples if self.is_padded else -1
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it ended with an error before its first batch."""
+        return not self.last_yield and not self.is_finished
+
+    @property
     def was_a_look(self) -> bool:
         """Whether neither a backward nor a step has used its batches. (One that has dropped all batches after a
         restored position, or after those skipped by hand, counts as an epoch.)"""
-        is_restored = self.start_is[1]
+        is_restored = self.start_is[0]
         is_rest = self.is_finished and (is_restored or self.start.samples > 0)
         return self.yielded > 0 and not (is_rest or self.is_trained_on or self.steps)
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from numbers import Number
 from typing import Any
 
 import torch
 
 from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.data.loop import Loop
-from shardkit.distributed.collectives import leaves
+from shardkit.distributed.collectives import leaves, world_size
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 
@@ -21,8 +22,15 @@ def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool
     `given`: this rank's tensors of the current batch, or a list with one object per sample. UsageError where several
     loaders alternate and the batch is ambiguous.
     """
-    loaders = list(loaders)
     is_list = as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves(given))
+    real = _real_of_batch(list(loaders), given, is_list)
+    if real is not None and is_list and not isinstance(given, (list, Number)) and real > world_size():
+        _warn_of_objects(type(given).__name__)
+    return real
+
+
+def _real_of_batch(loaders: Sequence[PreparedLoader], given: Any, is_list: bool) -> int | None:
+    """As `real_samples`."""
     size = _samples_in(given, is_list)
     ended = [(loader, loader.ended) for loader in loaders if not loader.is_iterating]
     for loader, loop in ended:
@@ -119,6 +127,16 @@ def _warn_of_other_length() -> None:
     log.warning(
         "gather_for_metrics: the last batch is padded, but the input has a different length, so no padding is "
         "dropped; pass one value per sample."
+    )
+
+
+@cache
+def _warn_of_objects(kind: str) -> None:
+    """Of up to one real sample a rank, whole objects are padding, and these are dropped."""
+    log.warning(
+        "gather_for_metrics: the last batch is padded, but the input is one object for all samples of a rank (got "
+        "%s), so no padding is dropped; pass a list with one value per sample, and tensors in a call of their own.",
+        kind,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from shardkit import values
 from shardkit.data import hugging_face
-from shardkit.data.sampler import COMPUTED, DRAWN_WHOLE, ORDERS
+from shardkit.data.sampler import COMPUTED, DRAWN_WHOLE, ORDERS, length_of
 from shardkit.distributed.tensors import bytes_of
 from shardkit.log import get_logger
 
@@ -106,12 +106,11 @@ def order_of(state: Mapping[str, Any]) -> str:
     return state.get("order", DRAWN_WHOLE)
 
 
-def facts_of(
-    dataset: Any, length: int | None, split: tuple[int, int] | None, sampler: str | None = None
-) -> dict[str, Any]:
-    """What a position in the data depends on, JSON-able. `sampler`: the class that orders a map-style dataset."""
+def facts_of(dataset: Any, split: tuple[int, int] | None, sampler: str | None = None) -> dict[str, Any]:
+    """What a position in the data depends on, JSON-able: now, since a dataset may grow between epochs. `sampler`: the
+    class that orders a map-style dataset."""
     return {
-        "dataset_length": length if split is None else None,
+        "dataset_length": length_of(dataset) if split is None else None,
         "split": None if split is None else split[1],
         "shuffle": hugging_face.shuffle_digest(dataset),
         "sampler": sampler,
@@ -154,6 +153,15 @@ def misfit(state: Mapping[str, Any], facts: Mapping[str, Any], saved_ranks: int 
             f"{REMEDIES}"
         )
     return None
+
+
+def inside_loop(state: Mapping[str, Any]) -> str:
+    """Why a saved position cannot be loaded while its loader is being read."""
+    return (
+        "a position cannot be loaded inside the loop over its loader, which cannot be moved (got epoch "
+        f"{state['epoch']}, {state['samples_seen']:,} samples); leave the loop, and any except clause, before "
+        "loading, delete iterators of the loader, or use load_state(..., data_position=False)"
+    )
 
 
 def _split(ranks: int | None) -> str:

@@ -241,11 +241,13 @@ class StreamSource:
                 if batch.problem:
                     raise UsageError(batch.problem)
                 after = EPOCH_IS_OVER if is_last else state
-                yield Piece(batch.value, batch.samples, batch.is_padded, is_last, after, batch.first)
+                value = batch.batch(loader.pin_memory)
+                yield Piece(value, batch.samples, batch.is_padded, is_last, after, batch.first)
         else:
             for (batch, state), is_last, last_samples in end_together(batches, lambda value: value[0].samples):
                 samples = last_samples if is_last else batch.samples * self._parts
-                yield Piece(batch.value, samples, False, is_last, EPOCH_IS_OVER if is_last else state)
+                value = batch.batch(loader.pin_memory)
+                yield Piece(value, samples, False, is_last, EPOCH_IS_OVER if is_last else state)
 
     def is_over(self, seed: int, position: Position) -> bool:
         return False

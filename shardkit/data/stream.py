@@ -44,15 +44,38 @@ class Counted:
 
     def pin_memory(self, device: Any = None) -> "Counted":
         """Called by DataLoader where pin_memory is on."""
-        from torch.utils.data._utils.pin_memory import pin_memory
+        return replace(self, value=_pinned(self.value, device))
 
-        return replace(self, value=pin_memory(self.value, device))
+    def batch(self, is_pinned: bool) -> Any:
+        """What the loop is given; collated now if it is yet to be."""
+        if not isinstance(self.value, Uncollated):
+            return self.value
+        batch = self.value.collate(self.value.samples)
+        return _pinned(batch) if is_pinned else batch
+
+
+@dataclass(frozen=True)
+class Uncollated:
+    """A batch that is collated when the loop is given it."""
+
+    collate: Callable[[Any], Any]
+    samples: Any
+
+
+def _pinned(value: Any, device: Any = None) -> Any:
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(value, device)
 
 
 @dataclass(frozen=True)
 class CountingCollate:
     """The user's collate function, applied to samples with their facts. `is_batched` is False where the dataset yields
-    whole batches."""
+    whole batches.
+
+    Without workers it is called when the loop is given the batch, not when the stream is read ahead: it may draw random
+    numbers, and these are then as the loop without shardkit draws them, and the same after a resume.
+    """
 
     collate: Callable[[Any], Any]
     is_batched: bool
@@ -61,7 +84,9 @@ class CountingCollate:
         first: Counted = given[0] if self.is_batched else given
         if first.problem:
             return first
-        return replace(first, value=self.collate([one.value for one in given] if self.is_batched else given.value))
+        samples = [one.value for one in given] if self.is_batched else given.value
+        is_in_worker = get_worker_info() is not None
+        return replace(first, value=self.collate(samples) if is_in_worker else Uncollated(self.collate, samples))
 
 
 class Stream(IterableDataset):

@@ -1,19 +1,23 @@
 """The random generator states of one rank as JSON values: Python, numpy (if imported), torch on CPU and device."""
 
 import base64
+import hashlib
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
 from shardkit.distributed import accelerators
+from shardkit.distributed.control import ControlGroup
 from shardkit.distributed.seed import set_seed, stream_seed
 from shardkit.log import get_logger
 
 log = get_logger(__name__)
+
+GENERATORS = ("python", "numpy", "torch")
 
 
 def capture(rank: int) -> dict[str, Any]:
@@ -104,6 +108,33 @@ def _of_numpy(state: Any) -> tuple[Any, ...]:
     return name, numpy.array(_numbers(keys), dtype=numpy.uint32), position, has_gauss, cached
 
 
-def derive(seed: int, step: int, rank: int) -> None:
-    """Seeds the generators from (seed, step, rank): for a resume on a different number of ranks."""
-    set_seed(stream_seed(seed, f"{step}:{rank}"))
+def derive(seed: int, step: int, rank: int, alike: Collection[str] = ()) -> None:
+    """Seeds the generators from (seed, step, rank), those in `alike` as rank 0's."""
+
+    def own(name: str) -> int:
+        return stream_seed(seed, f"{step}:{0 if name in alike else rank}")
+
+    set_seed(own("torch"))
+    random.seed(own("python"))
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(own("numpy") % 2**32)
+
+
+def derive_together(seed: int, step: int, control: ControlGroup) -> None:
+    """The same, for a resume on a different number of ranks: generators that stand alike on all ranks do so
+    afterwards, since a script may decide by their numbers (the next task, a layer to drop). Collective."""
+    alike = control.decide(_fingerprints(), _alike)
+    derive(seed, step, control.rank, alike)
+
+
+def _fingerprints() -> dict[str, str]:
+    """A digest of the state of each generator of Python, numpy (if imported) and torch (on CPU)."""
+    state = capture(0)
+    found = {name: state[name] for name in GENERATORS if name in state}
+    return {name: hashlib.sha256(repr(value).encode()).hexdigest()[:16] for name, value in found.items()}
+
+
+def _alike(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
+    """The generators with one fingerprint on all ranks."""
+    return [name for name in GENERATORS if len({one.get(name, "") for one in of_ranks}) == 1]
