@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial, wraps
-from inspect import signature
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from shardkit.distributed import control, named_barrier
 from shardkit.errors import MachineError, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime.step_boundary import collect_garbage
+from shardkit.signatures import signature
 from shardkit.wording import ranks_text
 
 log = get_logger(__name__)
