@@ -1,5 +1,7 @@
-# Everything installs into .venv; the stamp is renewed when what we depend on changes.
+# Everything installs into .venv; the stamp is renewed when what we depend on changes, or the Python does, as in
+# make test PYTHON=python3.13
 PYTHON ?= python3
+PYTHON_VERSION := $(shell $(PYTHON) -c 'import platform; print(platform.python_version())')
 BIN := .venv/bin
 # Tests that need nothing but this repository and its dependencies, and no more than minutes.
 EVERYWHERE := not faults and not loops and not compat and not families and not storage and not slurm and not ray
@@ -9,6 +11,9 @@ SIDE_BY_SIDE ?= -n 2 --dist worksteal
 # environment of its own. PyPI's builds of torch bring CUDA: several gigabytes.
 TORCH_oldest := 2.11.*
 TORCH_newest := 2.15.*
+# What else pyproject.toml depends on: the oldest versions that it allows, or what pip takes.
+OTHERS_oldest := $(shell sed -n '/^dependencies/,/^]/ {/"torch/!s/^ *"\([a-z]*\)>=\([0-9.]*\)".*/\1==\2/p;}' pyproject.toml)
+OTHERS_newest :=
 # torch_xla goes with the torch of its own version, and Python 3.10 to 3.13.
 TORCH_xla := 2.9.*
 # The folder of torch_openreg in a checkout of PyTorch, at the release that is installed: make test-openreg OPENREG=...
@@ -28,9 +33,13 @@ GPU_ONLY ?=
 export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test test-fast test-faults test-loops test-compat test-families test-storage test-slurm test-ray test-oldest test-newest test-xla test-openreg gpu lint format docs clean
 
+# An environment; what another Python had there goes.
+%/.python-$(PYTHON_VERSION):
+	$(PYTHON) -m venv --clear $(@D)
+	touch $@
+
 # --no-compile: Python compiles what it imports; all of it would take half of the time.
-.venv/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
+.venv/.ready: .venv/.python-$(PYTHON_VERSION) pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[test]'
 	touch $@
@@ -66,25 +75,22 @@ test-slurm: .venv/.ready
 test-ray: .venv/.ready
 	$(BIN)/python -m pytest -m ray tests/test_ray.py
 
-.venv-storage/.ready: pyproject.toml
-	$(PYTHON) -m venv .venv-storage
+.venv-storage/.ready: .venv-storage/.python-$(PYTHON_VERSION) pyproject.toml
 	.venv-storage/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test,test-storage]'
 	touch $@
 
 test-storage: .venv-storage/.ready
 	.venv-storage/bin/python -m pytest -m storage tests/test_storage_s3.py
 
-.venv-oldest/.ready .venv-newest/.ready: pyproject.toml
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet 'torch==$(TORCH_$(patsubst .venv-%,%,$(@D)))'
-	$(@D)/bin/python -m pip install --quiet --editable '.[test]'
+.venv-oldest/.ready .venv-newest/.ready: .venv-%/.ready: .venv-%/.python-$(PYTHON_VERSION) pyproject.toml
+	$(@D)/bin/python -m pip install --quiet 'torch==$(TORCH_$*)'
+	$(@D)/bin/python -m pip install --quiet --editable '.[test]' $(OTHERS_$*)
 	touch $@
 
 test-oldest test-newest: test-%: .venv-%/.ready
 	.venv-$*/bin/python -m pytest $(SIDE_BY_SIDE) -m "$(EVERYWHERE)"
 
-.venv-xla/.ready: pyproject.toml
-	$(PYTHON) -m venv $(@D)
+.venv-xla/.ready: .venv-xla/.python-$(PYTHON_VERSION) pyproject.toml
 	$(@D)/bin/python -m pip install --quiet 'torch==$(TORCH_xla)' 'torch_xla==$(TORCH_xla)' 'numpy>=1.26' pytest pytest-timeout
 	$(@D)/bin/python -m pip install --quiet --editable .
 	touch $@
@@ -92,8 +98,7 @@ test-oldest test-newest: test-%: .venv-%/.ready
 test-xla: .venv-xla/.ready
 	.venv-xla/bin/python -m pytest -m xla tests/test_xla.py
 
-.venv-openreg/.ready: pyproject.toml
-	$(PYTHON) -m venv $(@D)
+.venv-openreg/.ready: .venv-openreg/.python-$(PYTHON_VERSION) pyproject.toml
 	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]' setuptools wheel cmake ninja
 	$(@D)/bin/python -m pip install --quiet --no-build-isolation --no-deps '$(OPENREG)'
 	touch $@

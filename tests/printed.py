@@ -52,7 +52,8 @@ def parse(words: list[str]) -> Any:
         return None
     command: Any = typer.main.get_command(import_module(f"shardkit.cli.{verb}").app)
     context = command.make_context(verb, rest)
-    left = [*getattr(context, "_protected_args", []), *context.args]
+    kept = vars(context)  # by click 8.2 and newer, and by older ones
+    left = [*kept.get("_protected_args", kept.get("protected_args", [])), *context.args]
     if hasattr(command, "resolve_command") and left:
         name, inner, inner_words = command.resolve_command(context, left)
         return inner.make_context(name, inner_words, parent=context)

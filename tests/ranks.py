@@ -137,9 +137,13 @@ class Pool:
         self._grow(world_size)
         with tempfile.TemporaryDirectory(prefix="shardkit-ranks-") as folder:
             store = str(Path(folder) / uuid.uuid4().hex)
-            for pipe in self._pipes[:world_size]:
-                pipe.send((world_size, store, function, args))
-            answers = self._collect(world_size)
+            try:
+                for pipe in self._pipes[:world_size]:
+                    pipe.send((world_size, store, function, args))
+                answers = self._collect(world_size)
+            except BaseException:  # such as pytest's timeout: these answers would be taken for those of the next test
+                self.close()
+                raise
         failed = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(answers) if not good]
         if failed:
             raise RankError("\n".join(failed))
@@ -151,7 +155,6 @@ class Pool:
         while waiting:
             ready = wait(list(waiting), timeout=TIMEOUT_S)
             if not ready:
-                self.close()
                 raise RankError(f"ranks {sorted(waiting.values())} gave no answer in {TIMEOUT_S:.0f} s")
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[call-overload]

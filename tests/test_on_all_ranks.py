@@ -23,7 +23,7 @@ from shardkit.runtime import batch_size, notebook
 from tests import forked, loops
 from tests.loops.net import Net, loss_of
 from tests.printed import ROOT
-from tests.ranks import log_lines
+from tests.ranks import Pool, RankError, log_lines
 from tests.training import Model, Points
 
 DDP = {"distributed_type": "MULTI_CPU", "use_cpu": True}
@@ -346,3 +346,24 @@ def test_a_later_process_group_is_not_taken_for_an_earlier_one(ranks, tmp_path):
     """DTensor caches by mesh, and the meshes of two worlds are equal."""
     for first, second in ranks.run(4, trained_in_two_worlds, tmp_path):
         assert second == pytest.approx(first, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_test_that_is_stopped_leaves_no_answers_to_the_next_one(monkeypatch):
+    monkeypatch.setattr("tests.ranks.TIMEOUT_S", 0.5)
+    pool = Pool()
+    try:
+        with pytest.raises(RankError, match=r"ranks \[0\] gave no answer"):
+            pool.run(1, time.sleep, 600)
+        monkeypatch.undo()
+        monkeypatch.setattr("tests.ranks.wait", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(1, int, "1")
+        monkeypatch.undo()
+        assert pool.run(1, int, "2") == [2]
+    finally:
+        pool.close()
+
+
+def stopped(*args: object, **settings: object) -> None:
+    raise KeyboardInterrupt

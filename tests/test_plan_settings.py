@@ -106,7 +106,7 @@ def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     """Names of all settings, with dots."""
     for name, field in section.model_fields.items():
         kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
+        if BaseModel in getattr(kind, "__mro__", ()):
             yield from keys(kind, f"{prefix}{name}.")
         else:
             yield prefix + name

@@ -3,10 +3,14 @@ of the others."""
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from shardkit.signatures import signature
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("shardkit", "templates", "benchmarks", "docs")
@@ -41,9 +45,17 @@ def problems(source: str) -> Iterator[str]:
     """What is wrong with a file, with the line."""
     nodes = [*ast.walk(ast.parse(source))]
     names = _imported(nodes)
+    guarded = {inner for node in nodes if _asks_the_version(node, names) for inner in ast.walk(node)}
     for node in nodes:
+        if node in guarded:
+            continue
         for text in _problems_of(node, names, source):
             yield f"{getattr(node, 'lineno', 0)}: {text}"
+
+
+def _asks_the_version(node: ast.AST, names: dict[str, str]) -> bool:
+    test = node.test if isinstance(node, ast.If) else None
+    return isinstance(test, ast.Compare) and _full_name(test.left, names) == "sys.version_info"
 
 
 def _imported(nodes: list[ast.AST]) -> dict[str, str]:
@@ -68,6 +80,8 @@ def _problems_of(node: ast.AST, names: dict[str, str], source: str) -> Iterator[
             yield f"{_full_name(called, names)} starts in another way from 3.14; use get_context(METHOD)"
         case ast.Call(func=called, args=[]) if _full_name(called, names) == "multiprocessing.get_context":
             yield "get_context() is another method from 3.14; name it"
+        case ast.Call(func=called, keywords=[]) if _full_name(called, names) == "inspect.signature":
+            yield "annotations may name what is not there from 3.14; use shardkit.signatures"
         case ast.Call(func=ast.Attribute(attr="extract" | "extractall"), keywords=named) if "tarfile" in source:
             yield from ["an archive has another filter from 3.14; name it"] * all(one.arg != "filter" for one in named)
         case ast.Subscript(value=ast.Attribute() | ast.Call(), slice=ast.Constant(value="__annotations__")):
@@ -117,6 +131,7 @@ def test_nothing_is_used_that_some_python_lacks():
         ("raise ExceptionGroup('', [])", "1: ExceptionGroup is not in all"),
         ("from multiprocessing import Process\nProcess()", "2: multiprocessing.Process starts in another way"),
         ("import multiprocessing as m\nm.get_context().Queue()", "2: get_context() is another method"),
+        ("from inspect import signature as s\ns(f)", "2: annotations may name what is not there"),
         ("import tarfile\ntarfile.open('x').extractall('y')", "2: an archive has another filter"),
         ("vars(C)['__annotations__']", "1: __annotations__ of a __dict__"),
         ("def f():\n try: pass\n finally:\n  if 1: return 2", "2: `finally` is left"),
@@ -124,6 +139,17 @@ def test_nothing_is_used_that_some_python_lacks():
 )
 def test_each_such_use_is_found(source, said):
     assert any(line.startswith(said) for line in problems(source))
+
+
+def test_what_asks_for_the_version_may_use_what_that_has():
+    assert not [*problems("import sys\nif sys.version_info >= (3, 14):\n import annotationlib")]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="such a function is an error before Python 3.14")
+def test_annotations_may_name_what_is_not_there():
+    defined: dict[str, Any] = {}
+    exec("def train(batch_size: Missing): ...", defined)
+    assert [*signature(defined["train"]).parameters] == ["batch_size"]
 
 
 def test_the_range_is_the_same_everywhere():

@@ -5,7 +5,6 @@ A load matches objects by number. Without this, a state would be given to anothe
 replaced by the saved one, without a word.
 """
 
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from shardkit.checkpoint import optimizers
 from shardkit.checkpoint.differences import KEEP, Difference
 from shardkit.checkpoint.layout import section_name
 from shardkit.checkpoint.state import Live
+from shardkit.signatures import signature
 from shardkit.wording import first_few
 
 # Keys that schedulers add to an optimizer's param groups.
@@ -152,7 +152,7 @@ def _changed_in_groups(
 
 
 def _arguments(item: Any) -> set[str]:
-    return {*inspect.signature(type(item).__init__).parameters}
+    return {*signature(type(item).__init__).parameters}
 
 
 def _changed(key: str, saved: Any, own: Any) -> list[str]:

@@ -40,8 +40,9 @@ def _on_disk(path: str) -> Path:
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
+# A Place. typer knows no unions, and before 0.29 makes a Path of what a parser gives for a parameter declared as one.
 Where = Annotated[
-    Path,
+    Any,
     typer.Argument(
         parser=_named,
         metavar="PATH",
@@ -49,7 +50,7 @@ Where = Annotated[
     ),
 ]
 Each = Annotated[
-    Path,
+    Any,
     typer.Argument(
         parser=_named,
         metavar="PATH",
@@ -57,7 +58,7 @@ Each = Annotated[
     ),
 ]
 Series = Annotated[
-    Path,
+    Any,
     typer.Argument(parser=_named, metavar="DIR", help="A folder of checkpoints, or a project folder; or its URL."),
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="fp32, bf16 or fp16; by default as saved.")]

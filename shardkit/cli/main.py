@@ -152,7 +152,10 @@ def _call(verb: str, arguments: list[str]) -> int:
     except problem_with_the_flags as error:
         if typed := getattr(error, "option_name", None):  # of an unknown option
             takes_settings = any("--set" in option.opts for option in error.ctx.command.params)
-            error.possibilities = habits.meant(verb, typed, takes_settings) or error.possibilities
+            near = ", ".join(sorted(habits.meant(verb, typed, takes_settings) or error.possibilities or ()))
+            # In our words: versions of click and typer have their own.
+            error.message = f"No such option: {typed}" + (f" (Possible options: {near})" if near else "")
+            error.possibilities = None
         error.show()
         return EXIT_CONFIG
     except typer.Abort:

@@ -164,5 +164,6 @@ def _walk(section: type[Section], path: Path, yaml_path: Path) -> Iterable[Key]:
 
 
 def _section_of(field: FieldInfo) -> type[Section] | None:
-    kinds = [field.annotation, *get_args(field.annotation)]
+    # In Python 3.10 list[str] passes for a class, of which issubclass then says that it is none.
+    kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if not get_args(kind)]
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)

@@ -2,13 +2,13 @@
 
 from collections.abc import Collection, Mapping, MutableMapping
 from copy import copy
-from inspect import signature
 from typing import Any
 
 import torch
 
 from shardkit.distributed import xla
 from shardkit.distributed.collectives import sequence_like
+from shardkit.signatures import signature
 
 
 def to_device(value: Any, device: torch.device | None, kept: Collection[str] = ()) -> Any:

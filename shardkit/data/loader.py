@@ -7,7 +7,6 @@ loader.state_dict()                               the position, in samples over 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from typing import Any, Literal
 from weakref import WeakMethod
 
@@ -21,6 +20,7 @@ from shardkit.data.position import EPOCH_IS_OVER, Position, facts_of, inside_loo
 from shardkit.data.sources import Source, batch_sampler_of, batch_size_of, layout_of, source_of
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
+from shardkit.signatures import signature
 
 log = get_logger(__name__)
 

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
-from inspect import signature
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from shardkit.distributed import control
 from shardkit.distributed.seed import set_seed, stream_seed
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
+from shardkit.signatures import signature
 
 log = get_logger(__name__)
 

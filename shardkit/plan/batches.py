@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from shardkit.errors import UsageError
 from shardkit.model.probe import imported
 from shardkit.plan.optimizers import QUANTIZED, Quantized, is_quantized
+from shardkit.signatures import signature
 
 Loss = Callable[[nn.Module], tuple[Any, torch.Tensor]]
 
@@ -75,7 +75,7 @@ def given_loss(batch: Any) -> Loss:
 
     def loss(model: nn.Module) -> tuple[Any, torch.Tensor]:
         try:
-            inspect.signature(model.forward).bind(*arguments, **keywords)
+            signature(model.forward).bind(*arguments, **keywords)
         except TypeError as error:
             raise UsageError(
                 f"--batch: the model's forward does not accept it ({error}); a dict is given as keyword arguments, a "

@@ -20,7 +20,6 @@ batch.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +58,7 @@ from shardkit.runtime.state import State
 from shardkit.runtime.training_step import TrainingStep
 from shardkit.sharding import precision
 from shardkit.sharding.mesh import build_mesh
+from shardkit.signatures import signature
 from shardkit.tracking import trackers
 from shardkit.tracking.tracker import Tracker
 

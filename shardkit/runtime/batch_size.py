@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial, wraps
-from inspect import signature
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from shardkit.errors import MachineError, UsageError
 from shardkit.launch.diagnosis import OUT_OF_MEMORY_SIGNS
 from shardkit.log import get_logger
 from shardkit.runtime.step_boundary import collect_garbage
+from shardkit.signatures import signature
 from shardkit.wording import ranks_text
 
 log = get_logger(__name__)

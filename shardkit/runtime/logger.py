@@ -41,7 +41,8 @@ class RankLogger(logging.LoggerAdapter):
     @cache  # noqa: B019  a logger lives as long as the process
     def warning_once(self, msg: str, *args: Any, **kwargs: Any) -> None:
         """Logs this warning once per process, for each set of arguments, which must be hashable."""
-        self.warning(msg, *args, **{"stacklevel": 2, **kwargs})
+        # Not by warning(): Python 3.10 counts that method of logging, too.
+        self.log(logging.WARNING, msg, *args, **{"stacklevel": 2, **kwargs})
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:

@@ -1,6 +1,5 @@
 """Learning-rate schedules that advance once per optimizer step, regardless of the number of ranks or micro-batches."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
@@ -12,6 +11,7 @@ from shardkit.runtime.accumulate import Accumulation
 from shardkit.runtime.eager import eager
 from shardkit.runtime.forwarding import Forwarding
 from shardkit.runtime.optimizer import AcceleratedOptimizer
+from shardkit.signatures import signature
 
 
 class AcceleratedScheduler(Forwarding):
@@ -98,7 +98,7 @@ def _with_mean_metric(
     if not (args or arguments):
         return args, arguments
     try:
-        given = inspect.signature(step).bind(*args, **arguments)
+        given = signature(step).bind(*args, **arguments)
     except (TypeError, ValueError):  # the call itself says what is wrong
         return args, arguments
     for name in _METRICS:

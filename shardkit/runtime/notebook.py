@@ -1,5 +1,6 @@
 """Ranks started from a notebook or a test: a function runs in several forked processes on this machine."""
 
+import atexit
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from shardkit import env
 from shardkit.config import hardware
 from shardkit.config.schema import read_precision
 from shardkit.distributed import accelerators
+from shardkit.distributed.process import leave
 from shardkit.errors import MachineError, UsageError
 from shardkit.launch import forking
 from shardkit.launch.addresses import listen
@@ -157,8 +159,13 @@ def _rank(
     go.wait()
     here, of = str(rank), str(number)
     env.update(said | {"RANK": here, "LOCAL_RANK": here, "WORLD_SIZE": of, "LOCAL_WORLD_SIZE": of})
-    function(*args)
-    # Not after an error: NCCL's end waits for collectives in flight, for which the other ranks are needed.
+    try:
+        function(*args)
+    except BaseException:
+        # The end of a group may wait for collectives in flight, for which the other ranks are needed; and from Python
+        # 3.13 on forked processes run what atexit has.
+        atexit.unregister(leave)
+        raise
     if dist.is_initialized():
         dist.destroy_process_group()
 
