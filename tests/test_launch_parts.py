@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -590,6 +591,17 @@ def test_a_log_folder_takes_one_launch_at_a_time(tmp_path):
         other.kill()
     with folders.held(tmp_path, 0):
         pass
+
+
+def test_a_log_folder_on_a_full_disk_is_told_as_that(tmp_path):
+    """It was said that "the output" has no space: the text of the lock file failed again when the file was closed."""
+    allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, allowed[1]))
+    try:
+        with pytest.raises(MachineError, match=r"log folder .* cannot be written .*; give another one with --logs DIR"):
+            folders.held(tmp_path, 0).__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
 
 
 def test_launches_of_one_second_have_logs_of_their_own(tmp_path, monkeypatch):

@@ -6,8 +6,8 @@ from torch.utils.data import DataLoader
 
 from shardkit import Accelerator, env
 from shardkit.config.schema import Config, DistributedType
-from shardkit.errors import ConfigError, UsageError
-from shardkit.runtime import settings, summary
+from shardkit.errors import ConfigError, Preempted, UsageError
+from shardkit.runtime import settings, step_boundary, summary
 from tests.training import FULL, Model, Points
 
 
@@ -134,9 +134,19 @@ def test_what_accelerate_takes_and_shardkit_does_not_is_refused_in_words():
         accelerator.lomo_backward(1)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         accelerator.nonsense()
-    with pytest.raises(UsageError, match="resume: auto needs a project folder"):
-        Accelerator(config={"distributed_type": "NO", "shardkit": {"checkpoint": {"resume": "auto"}}}).resume()
     assert accelerator.resume() is False
+
+
+@pytest.mark.parametrize(("project_dir", "missing"), [(None, "project folder"), ("run", "automatic_checkpoint_naming")])
+def test_what_a_script_lacks_for_checkpoints_by_the_step_is_named(project_dir, missing, monkeypatch):
+    """A script that gives Accelerator a project_dir was told that it has none."""
+    config = {"distributed_type": "NO", "use_cpu": True, "shardkit": {"checkpoint": {"resume": "auto"}}}
+    accelerator = Accelerator(config=config, project_dir=project_dir)
+    with pytest.raises(UsageError, match=rf"resume: auto needs a project folder to look in \(got no {missing}\); give"):
+        accelerator.resume()
+    monkeypatch.setattr(accelerator._run.watch, "pass_boundary", lambda *seen: True)
+    with pytest.raises(Preempted, match=f"nothing was saved, because the script sets no {missing}: Accelerator"):
+        step_boundary.pass_boundary(accelerator._run)
 
 
 def table(config: dict) -> list[str]:

@@ -69,8 +69,8 @@ def held(log_dir: Path, machine: int) -> Iterator[None]:
             pass
         with writable(log_dir):
             file.truncate(0)
-            file.write(f"pid {os.getpid()} on {socket.gethostname()}")
-            file.flush()
+            # Past the file's buffer, which on a full disk would fail again as the file is closed, in other words.
+            os.write(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()}".encode())
         yield
 
 

@@ -47,7 +47,8 @@ def pass_boundary(run: Run) -> None:
             f"launch: stopped by a signal after step {step}; saved in {folder}, --resume auto continues from it."
         )
     raise Preempted(
-        f"launch: stopped by a signal after step {step}; nothing was saved, because the script sets no project folder: "
+        f"launch: stopped by a signal after step {step}; nothing was saved, because the script sets no "
+        f"{_missing_of_project(run)}: "
         "Accelerator(project_config=ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True))."
     )
 
@@ -84,6 +85,11 @@ def names_checkpoints(run: Run) -> bool:
     return bool(run.project.project_dir) and run.project.automatic_checkpoint_naming
 
 
+def _missing_of_project(run: Run) -> str:
+    """What a script without `names_checkpoints` does not set."""
+    return "automatic_checkpoint_naming" if run.project.project_dir else "project folder"
+
+
 def resume(run: Run) -> bool:
     """Restores the checkpoint that the configuration selects; returns whether it did. Collective."""
     wanted = run.config.shardkit.checkpoint.resume
@@ -96,7 +102,7 @@ def resume(run: Run) -> bool:
         return True
     if not names_checkpoints(run):
         raise UsageError(
-            "resume: auto needs a project folder to look in (got none); give Accelerator a "
+            f"resume: auto needs a project folder to look in (got no {_missing_of_project(run)}); give Accelerator a "
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True), or name a checkpoint."
         )
     found = loading.resume(run)
