@@ -231,9 +231,12 @@ def test_a_script_that_python_cannot_read_is_refused_by_migrate_and_skipped_by_a
     assert scan.scan_text(text, "train.py") == scan.Found()
 
 
-@pytest.mark.parametrize("path", ["/dev/zero", "/", "nosuch.py"])
-def test_migrate_reads_regular_files_only(path):
-    with pytest.raises(UsageError, match="cannot be read"):
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [("/dev/zero", "cannot be read"), ("nosuch.py", "cannot be read"), ("/", r"is a folder; .* such as /\*\.py\.")],
+)
+def test_migrate_reads_regular_files_only(path, says):
+    with pytest.raises(UsageError, match=says):
         migrate.diff(Path(path))
 
 

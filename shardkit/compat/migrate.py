@@ -74,6 +74,8 @@ def _replace(lines: list[str], node: ast.stmt | ast.alias, old: str, new: str) -
 
 def source(path: Path) -> str:
     """The text of a script, with its line ends as they are. Raises UsageError where it cannot be read."""
+    if path.is_dir():
+        raise UsageError(f"migrate: {path}: is a folder; name the files in it, such as {path / '*.py'}.")
     try:
         if not path.is_file() and path.exists():
             raise OSError("not a regular file")
