@@ -313,12 +313,12 @@ def eight_bits(options: Options) -> Found:
     lacks the reason."""
     found: dict[str, Any] = {}
     way: dict[str, Any] = {} if options.small else {"compiled": True, **WIDE}
-    for name in ("fp8", "mxfp8", "bf16", "fp8 by hand"):
-        precision, _, by_hand = name.partition(" ")
+    for precision, contestant in (("fp8", "shardkit"), ("mxfp8", "shardkit"), ("bf16", "shardkit"), ("fp8", "by hand")):
+        name = precision if contestant == "shardkit" else f"{precision} {contestant}"
         if name not in ("fp8", "mxfp8") and not any("step_s" in one for one in found.values()):
             return
         try:
-            result = measured(options, "steps", by_hand or "shardkit", precision=precision, **way)
+            result = measured(options, "steps", contestant, precision=precision, **way)
             found[name] = _speed(result, result["step_s"]) | {"step_s": result["step_s"]}
         except TimeIsUp:
             raise

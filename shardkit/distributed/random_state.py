@@ -12,7 +12,7 @@ import torch
 
 from shardkit.distributed import accelerators
 from shardkit.distributed.control import ControlGroup
-from shardkit.distributed.seed import set_seed, stream_seed
+from shardkit.distributed.seed import seed_generators, stream_seed
 from shardkit.log import get_logger
 
 log = get_logger(__name__)
@@ -110,15 +110,7 @@ def _of_numpy(state: Any) -> tuple[Any, ...]:
 
 def derive(seed: int, step: int, rank: int, alike: Collection[str] = ()) -> None:
     """Seeds the generators from (seed, step, rank), those in `alike` as rank 0's."""
-
-    def own(name: str) -> int:
-        return stream_seed(seed, f"{step}:{0 if name in alike else rank}")
-
-    set_seed(own("torch"))
-    random.seed(own("python"))
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(own("numpy") % 2**32)
+    seed_generators(*(stream_seed(seed, f"{step}:{0 if name in alike else rank}") for name in GENERATORS))
 
 
 def derive_together(seed: int, step: int, control: ControlGroup) -> None:

@@ -26,11 +26,16 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     if device_specific:
         seed += rank()
-    random.seed(seed)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed % 2**64)
-    xla.seed(seed)
+    seed_generators(seed, seed, seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
+
+
+def seed_generators(of_python: int, of_numpy: int, of_torch: int) -> None:
+    """Seeds the generators of Python, NumPy (if imported) and torch on all devices."""
+    random.seed(of_python)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(of_numpy % 2**32)
+    torch.manual_seed(of_torch % 2**64)
+    xla.seed(of_torch)

@@ -31,6 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+from shardkit.distributed.tensors import outside_inference_mode
 from shardkit.errors import ModelError, UsageError
 from shardkit.sharding import fsdp_unused
 from shardkit.sharding.activation import gathering
@@ -195,7 +196,7 @@ class UnitGroup(FSDPParamGroup):
 
     def _gather_for_inference(self) -> None:
         """torch makes the gathered parameters once, at the first forward: ones made in inference mode never train."""
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference_mode():
             self.unshard()
             self.wait_for_unshard()
 

@@ -44,17 +44,18 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
     problems: list[str] = []
     opened: dict[Path, Any] = {}
     for identity, aliases in names.items():
-        there = [fqn for fqn in aliases if clean_name(fqn) in files]
-        if there:
-            found, (name, path) = there[0], files[clean_name(there[0])]
-            used.update(files[clean_name(fqn)][0] for fqn in there)
-            if path not in opened:
-                opened[path] = safe_open(path, framework="pt")
-            if found in detached:
-                of_own_code[clean_name(found)] = opened[path].get_tensor(name)
-            elif problem := _read_one(opened[path], name, tensors[identity]):
-                problems.append(f"{path}: {problem}")
-            loaded.update(aliases)
+        there = {fqn: files[clean_name(fqn)] for fqn in aliases if clean_name(fqn) in files}
+        if not there:
+            continue
+        fqn, (name, path) = next(iter(there.items()))
+        used.update(name_there for name_there, _ in there.values())
+        loaded.update(aliases)
+        if path not in opened:
+            opened[path] = safe_open(path, framework="pt")
+        if fqn in detached:
+            of_own_code[clean_name(fqn)] = opened[path].get_tensor(name)
+        elif problem := _read_one(opened[path], name, tensors[identity]):
+            problems.append(f"{path}: {problem}")
     _warn_of_rest(weights, {name for name, _ in files.values()} - used, sorted(map(clean_name, {*state} - loaded)))
     if not problems and (of_own_code or custom_state.is_customized(model)):
         try:
