@@ -362,7 +362,7 @@ def test_states_are_shared_and_reset(ranks):
 
 def test_what_the_first_state_was_given_is_the_accelerators_too(clean_states):
     PartialState(cpu=True, timeout=timedelta(seconds=77))
-    accelerator = Accelerator()
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
     assert accelerator.config.shardkit.launch.process_group_timeout_s == 77.0
     assert accelerator.config.use_cpu
     AcceleratorState._reset_state(reset_partial_state=True)

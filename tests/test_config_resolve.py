@@ -168,6 +168,9 @@ def test_what_suits_a_machine():
     }
     assert suggestion(machine(*gpus(1)))["distributed_type"] == "NO"
     assert suggestion(machine(*gpus(1)), fsdp__offload_params="yes")["distributed_type"] == "FSDP"
+    alone = hardware_defaults.for_hardware(machine(*gpus(8)), ranks=1)
+    assert (alone[("num_processes",)], alone[("distributed_type",)]) == (1, "NO")
+    assert hardware_defaults.for_hardware(machine(*gpus(1)), ranks=2)[("distributed_type",)] == "FSDP"
     assert suggestion(machine(*gpus(2, 7.0)))["mixed_precision"] == "fp16"
     assert suggestion(machine(*gpus(2)), num_machines="4")["num_processes"] == 8
     on_cpu = suggestion(machine())

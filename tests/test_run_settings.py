@@ -1,10 +1,13 @@
 """The configuration of a run, given in code, by a file, or different on one rank; and the table that shows it."""
 
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from shardkit import Accelerator, env
+from shardkit.config import files
 from shardkit.config.schema import Config, DistributedType
 from shardkit.errors import ConfigError, Preempted, UsageError
 from shardkit.runtime import settings, step_boundary, summary
@@ -118,6 +121,15 @@ def test_a_script_started_by_hand_is_one_process_and_says_so(tmp_path, capsys):
     accelerator = Accelerator(config=path)
     assert accelerator.num_processes == 1 and accelerator.distributed_type is DistributedType.NO
     assert "num_processes: 4 requested, but this script was started without a launcher" in capsys.readouterr().err
+
+
+def test_a_script_started_by_hand_without_a_file_trains_in_plain_torch_as_launch_with_one_process_does(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert Accelerator().config.mode == "single"
+    Path("shardkit.yaml").write_text("mixed_precision: bf16\n")
+    assert files.resolve(ranks=1).config.mode == "fsdp", "the meaning of a file without distributed_type"
 
 
 def test_what_accelerate_takes_and_shardkit_does_not_is_refused_in_words():

@@ -115,13 +115,15 @@ def resolve(
     settings: Mapping[str, str] | None = None,
     folder: Path | None = None,
     defaults_for_hardware: bool = True,
+    ranks: int | None = None,
 ) -> LoadedConfig:
     """The configuration of a run here: settings over environment over the file over hardware defaults. Without a path
-    the file is searched from the folder. Raises ConfigError with all problems."""
+    the file is searched from the folder. `ranks`: how many run already, which counts more than the number of devices
+    does. Raises ConfigError with all problems."""
     path = path or find(folder or Path.cwd())
     given = [_without_address(_file_layer(path))] if path else []
     given += [environment_layer(), flag_layer(settings or {})]
-    below = [hardware_defaults.hardware_layer(combine(given).entries, has_file=path is not None)]
+    below = [hardware_defaults.hardware_layer(combine(given).entries, has_file=path is not None, ranks=ranks)]
     return _loaded(combine([*(below if defaults_for_hardware else []), *given]), path)
 
 

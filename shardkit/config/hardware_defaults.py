@@ -12,25 +12,28 @@ from shardkit.config.schema import read_bool, read_count, read_distributed_type
 _COUNT = ("num_processes",)
 
 
-def hardware_layer(given: Mapping[Path, SettingEntry], has_file: bool) -> Layer:
+def hardware_layer(given: Mapping[Path, SettingEntry], has_file: bool, ranks: int | None = None) -> Layer:
     """Hardware defaults for unset settings. With a file, unset precision and device have the schema's default; only the
-    numbers of processes and machines come from the hardware."""
+    numbers of processes and machines come from the hardware. `ranks`: how many run already."""
     job = scheduler()
     values = for_job(job, given)
     words = f"found here: {job.name}" if job else ""
     if _COUNT not in given or not has_file:
         hardware = detect()
-        values = for_machines(hardware, given) if has_file else for_hardware(hardware, given)
+        values = for_machines(hardware, given, ranks) if has_file else for_hardware(hardware, given, ranks)
         words = f"found here: {hardware.in_words}"
     return Layer({path: SettingEntry(value, Origin("hardware", words), path[-1]) for path, value in values.items()})
 
 
-def for_hardware(hardware: Hardware, given: Mapping[Path, SettingEntry] | None = None) -> dict[Path, Any]:
-    """Settings for this hardware, in addition to the given ones: all GPUs, or two processes on the CPU."""
+def for_hardware(
+    hardware: Hardware, given: Mapping[Path, SettingEntry] | None = None, ranks: int | None = None
+) -> dict[Path, Any]:
+    """Settings for this hardware, in addition to the given ones: all GPUs, or two processes on the CPU; for as many
+    `ranks` as run already."""
     given = given or {}
     said = _says(given, ("use_cpu",), read_bool)
     on_cpu = said if isinstance(said, bool) else not hardware.devices
-    values = for_machines(hardware, given)
+    values = for_machines(hardware, given, ranks)
     processes = _says(given, _COUNT, read_count) or values[_COUNT]
     shards = any(path[0] == "fsdp" for path in given)
     values[("use_cpu",)] = on_cpu
@@ -40,15 +43,16 @@ def for_hardware(hardware: Hardware, given: Mapping[Path, SettingEntry] | None =
     return values
 
 
-def for_machines(hardware: Hardware, given: Mapping[Path, SettingEntry]) -> dict[Path, Any]:
-    """The numbers of machines and processes, from the scheduler and the devices."""
+def for_machines(hardware: Hardware, given: Mapping[Path, SettingEntry], ranks: int | None = None) -> dict[Path, Any]:
+    """The numbers of machines and processes, from the scheduler and the devices, or the `ranks` that run already."""
     values = for_job(hardware.scheduler, given)
     machines = _says(given, ("num_machines",), read_count) or values.get(("num_machines",), 1)
     single = _says(given, ("distributed_type",), read_distributed_type) == "NO"
     on_cpu = _says(given, ("use_cpu",), read_bool) is True
     job = hardware.scheduler
     here = 0 if on_cpu else (job and job.ranks_per_machine) or len(hardware.devices)
-    values[_COUNT] = 1 if single else (here or min(2, hardware.cores)) * (machines if isinstance(machines, int) else 1)
+    found = 1 if single else (here or min(2, hardware.cores)) * (machines if isinstance(machines, int) else 1)
+    values[_COUNT] = ranks or found
     return values
 
 

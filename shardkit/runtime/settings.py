@@ -154,7 +154,7 @@ def _from_outside() -> Settings:
     if path is not None:
         loaded = files.read(path)
         return Settings(loaded.config, _origins_beside(path) or loaded.chosen)
-    loaded = files.resolve()
+    loaded = files.resolve(ranks=launched().world_size)
     for note in loaded.notes:
         log.info("%s", note)
     return Settings(loaded.config, loaded.chosen)
@@ -176,7 +176,7 @@ def _from_code(given: Config | Mapping[str, Any] | str | Path) -> Settings:
         chosen = [name for name in loaded.chosen if name in given or name != "num_processes"]
         found = Settings(loaded.config, dict.fromkeys(chosen, "Accelerator(config=...)"))
     else:
-        loaded = files.resolve(Path(given))
+        loaded = files.resolve(Path(given), ranks=launched().world_size)
         found = Settings(loaded.config, loaded.chosen)
     return _with_launch(found)
 
