@@ -8,13 +8,23 @@ import pytest
 
 from benchmarks import families
 
+# Its forward reads a field of its output that is not there, on one device, too.
+BROKEN = {"llama4": "Transformers 5.24"}
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "families.md"
 
 
 @pytest.mark.families
 @pytest.mark.timeout(1200)  # models of a loop over tokens are simulated for minutes
 @pytest.mark.filterwarnings("ignore")  # of the models' own code
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(reason=BROKEN[name], raises=AttributeError))
+        if name in BROKEN
+        else name
+        for name in families.FAMILIES
+    ],
+)
 def test_every_family_is_planned(family):
     found = families.outcome(family)
     assert found.parameters > 0
