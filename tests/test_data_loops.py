@@ -72,9 +72,13 @@ def test_a_look_at_the_loader_inside_its_loop_changes_nothing(loader, epochs):
     assert lists(loader) == epochs[1]
 
 
-def test_a_look_before_the_loop_begins_an_epoch_as_any_loop_does(loader, epochs):
+def test_a_look_at_one_batch_before_the_first_step_is_no_epoch_and_a_longer_loop_is(loader, epochs):
     assert next(iter(loader)).tolist() == epochs[0][0]
-    assert lists(loader) == epochs[1]
+    assert place(loader) == (0, 0)
+    assert lists(loader) == epochs[0]
+    for _ in zip(range(2), loader, strict=False):
+        pass
+    assert lists(loader) == epochs[2]
 
 
 def test_a_loop_inside_a_loop_over_the_same_loader_is_one_of_its_own(loader, epochs):

@@ -66,9 +66,7 @@ class PreparedLoader:
     Iterating runs one epoch, or the rest of one after `load_state_dict` or `skip_first_batches`. An epoch that is left
     with `break` is over: the next iteration starts the next one, as with any DataLoader. A nested loop over the same
     loader runs its own epoch and does not move the outer one. A loop over a training loader without a backward or a
-    step, such as an evaluation on the training data, does not count: the next one starts where it did.
-
-    The saved position may differ from the current one: see `state_dict`.
+    step, or a look at one batch before the first step of all, does not count: the next one starts where it did.
     """
 
     def __init__(
@@ -150,7 +148,7 @@ class PreparedLoader:
         return position
 
     def _end(self, loop: Loop) -> None:
-        """The loop finished or was left. A nested loop without an optimizer step restores the outer one."""
+        """The loop finished or was left. A nested one without an optimizer step restores the outer one."""
         loop.is_open, outer, self.ended = False, loop.outer, loop
         if loop.has_wasted_rest and self._purpose == "training" and self._rank == 0:
             log.warning(loop.wasted_rest)
@@ -161,7 +159,7 @@ class PreparedLoader:
             return
         self._loop = None
         if not self._is_positioned and loop.position.epoch >= self._next.epoch:
-            if self._purpose == "training" and loop.was_a_look:
+            if self._purpose != "evaluation" and loop.was_a_look(self._purpose == "training"):
                 self._next, (self._is_restored, self._skipped) = loop.start, loop.start_is
                 self._is_positioned = self._has_looked = True  # a stream is brought back to it
                 return
@@ -341,6 +339,8 @@ class PreparedLoader:
             self._is_surely_trained |= loop.steps > 1 or newest <= loop.last_yield
         elif self._purpose is None or (loop and not self._is_surely_trained and newest > loop.newest_at_step > 0):
             self._purpose = "evaluation"
+            if loop is None:
+                self.note_backward()  # a look at it is an evaluation that was left early
 
     def state_dict(self) -> dict[str, Any]:
         """The position to resume from, as JSON values, the same on every rank. Prefetched batches do not count.
@@ -367,7 +367,7 @@ class PreparedLoader:
         if self._purpose == "evaluation":
             was_left = self.samples_seen > 0 and not (self.is_iterating or self._is_positioned)
             return Position(self.epoch + was_left)
-        return self._now
+        return self.ended.position if self._has_looked and self.ended is not None else self._now
 
     def load_state_dict(self, state: Mapping[str, Any], *, restart_epoch: bool = False) -> None:
         """The next iteration continues after the saved position, on any number of ranks and with any batch size.
@@ -389,9 +389,8 @@ class PreparedLoader:
         return self._loop_misfit(state) or misfit(state, self._facts(), saved_ranks)
 
     def _loop_misfit(self, state: Mapping[str, Any]) -> str | None:
-        if self._loop is None or state == self.state_dict():
-            return None
-        return inside_loop(state)
+        is_there = self._loop is None or state == self.state_dict()
+        return None if is_there else inside_loop(state)
 
 
 def active_loader(loaders: Iterable[PreparedLoader]) -> PreparedLoader | None:
