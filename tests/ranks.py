@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import tempfile
 import traceback
 import uuid
@@ -99,6 +100,8 @@ def _in_world(rank: int, world_size: int, store: str, function: Callable, args: 
         # A group that ends with the reducer of torch's DDP waits, holding the GIL, for threads that may need it.
         groups = list(dist.distributed_c10d._world.pg_map)
         leave()
+        if compat := sys.modules.get("shardkit.compat.states"):
+            compat.AcceleratorState._reset_state(reset_partial_state=True)
         # Models and their groups are in reference cycles, and a group's threads wake a hundred times a second.
         gc.collect()
         del groups
