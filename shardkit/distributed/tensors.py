@@ -66,8 +66,10 @@ def clean_name(name: str) -> str:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The local part of a sharded tensor, or the plain tensor; detached, sharing its memory."""
+    if not is_dtensor(tensor):
+        return tensor.detach()
     with torch.no_grad():  # else every call would build an autograd node
-        return _plain(tensor.to_local()) if is_dtensor(tensor) else tensor.detach()
+        return _plain(tensor.to_local())
 
 
 @contextmanager

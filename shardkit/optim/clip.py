@@ -18,39 +18,41 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float, norm_ty
 
     Collective: one all-reduce of one number for each shard group; none where all gradients are replicated.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    total = _global_norm(gradients, float(norm_type))
+    gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
+    parts = [local_part(gradient) for gradient in gradients]
+    total = _global_norm(gradients, parts, float(norm_type))
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for same in _by_kind(map(local_part, gradients)):
+    for same in _by_kind(parts):
         torch._foreach_mul_(same, factor.to(same[0]))
     return total
 
 
-def _global_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm from sums of powers; those of sharded gradients are reduced over the ranks that share a replica."""
+def _global_norm(gradients: list[torch.Tensor], parts: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm from sums of powers of the gradients' local parts; those of sharded gradients are reduced over the ranks
+    that share a replica."""
     is_wide = any(gradient.dtype in (torch.float64, torch.complex128) for gradient in gradients)
     dtype = torch.float64 if is_wide else torch.float32
     sharded: dict[dist.ProcessGroup, list[torch.Tensor]] = defaultdict(list)
     devices: dict[dist.ProcessGroup, torch.device] = {}
     device = torch.device("cpu")
     replicated = []
-    for gradient in gradients:
+    for gradient, part in zip(gradients, parts, strict=True):
         group = _shard_group(gradient)
         if group is None:
-            replicated.append(local_part(gradient))
-            device = replicated[-1].device
+            replicated.append(part)
+            device = part.device
         else:
-            sharded[group].append(local_part(gradient))
+            sharded[group].append(part)
             # Not the gradient's own device: an offloaded one is on the CPU, where NCCL does not work.
             devices[group] = accelerators.current(gradient.device_mesh.device_type)  # type: ignore[attr-defined]
-    parts = [_power_sum(replicated, norm_type, device, dtype)] if replicated else []
+    sums = [_power_sum(replicated, norm_type, device, dtype)] if replicated else []
     for group, locals_ in sharded.items():
         mine = _power_sum(locals_, norm_type, devices[group], dtype)
         dist.all_reduce(mine, dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM, group=group)
-        parts.append(mine)
-    if not parts:
+        sums.append(mine)
+    if not sums:
         return torch.zeros(())
-    together = torch.stack([part.to(parts[0].device) for part in parts])
+    together = torch.stack([one.to(sums[0].device) for one in sums])
     return together.max() if norm_type == float("inf") else together.sum() ** (1.0 / norm_type)
 
 

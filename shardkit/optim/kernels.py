@@ -92,12 +92,15 @@ def _lay_out(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     others."""
     if "_shardkit_step" in vars(optimizer) or torch.compiler.is_compiling():
         return  # torch.compile fails where strides are compared
+    state, unused = optimizer.state, dict[str, torch.Tensor]()
     for group in optimizer.param_groups:
         if group.get("fused"):
-            for parameter in group["params"]:
-                lay_out_gradient(parameter)
-                first = optimizer.state.get(parameter, {}).get("exp_avg")
-                if first is not None and first.stride() != parameter.stride():  # the script has changed its layout
+            for parameter in group["params"]:  # for each in each step: nothing is asked twice here
+                gradient, stride = parameter.grad, parameter.stride()
+                if gradient is not None and (gradient.layout is not torch.strided or gradient.stride() != stride):
+                    lay_out_gradient(parameter)
+                first = state.get(parameter, unused).get("exp_avg")
+                if first is not None and first.stride() != stride:  # the script has changed its layout
                     _fit_state(optimizer, [parameter])
 
 

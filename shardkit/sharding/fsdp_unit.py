@@ -320,7 +320,7 @@ class _Once:
         self._seen.add(id(parameter))
         gathered = parameter._unsharded_param
         if gathered.is_floating_point() or gathered.is_complex():
-            hook_weakly(gathered, self._state._gradient_arrived)
+            hook_weakly(gathered, UnitState._gradient_arrived, self._state)
         self._then(parameter)
 
 
@@ -395,4 +395,4 @@ def at_end_of_backward(model: nn.Module, parameters: Iterable[nn.Parameter], cal
     root = root_of(model)
     root._pass.at_end.append(call)
     for parameter in parameters:
-        hook_weakly(parameter, root._gradient_arrived)
+        hook_weakly(parameter, UnitState._gradient_arrived, root)

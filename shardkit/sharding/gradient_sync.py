@@ -116,7 +116,7 @@ class EndOfBackward:
         self._is_open = False
         for parameter in parameters:
             if parameter.is_floating_point() or parameter.is_complex():
-                hooks.hook_weakly(parameter, self._note)
+                hooks.hook_weakly(parameter, EndOfBackward._note, self)
 
     def watch(self, output: torch.Tensor) -> None:
         """Let a backward through this tensor count already before any parameter gets its gradient."""
@@ -134,20 +134,18 @@ class EndOfBackward:
     def _current(self) -> _RunningBackward:
         """The backward that runs now; at its first call it begins here."""
         number = torch._C._current_graph_task_id()  # different in each backward
-        for one in self._alive():
-            if one.number == number:
+        for reference in self._running:
+            if (one := reference()) is not None and one.number == number:
                 return one
         begun = _RunningBackward(number)
-        self._running.append(ref(begun))
+        self._running = [*map(ref, self._alive()), ref(begun)]
         self._is_open = True
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, begun))
         return begun
 
     def _alive(self) -> list[_RunningBackward]:
         """The running backwards, the outer first. One that raised an exception was freed with its callback."""
-        found = [one for reference in self._running if (one := reference()) is not None]
-        self._running = [ref(one) for one in found]
-        return found
+        return [one for reference in self._running if (one := reference()) is not None]
 
     def has_broken_off(self) -> bool:
         """Whether the last backward raised an exception."""

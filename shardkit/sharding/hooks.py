@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from weakref import WeakMethod
+from typing import TypeVar
+from weakref import ref
 
 import torch
+
+Owner = TypeVar("Owner")
 
 
 def is_in_backward() -> bool:
@@ -40,15 +43,15 @@ def mark_own(hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], N
     return hook
 
 
-def hook_weakly(parameter: torch.Tensor, method: Callable[[torch.Tensor], None]) -> None:
-    """As `hook_whether_trained`, with a method whose object the hook does not keep alive.
+def hook_weakly(parameter: torch.Tensor, call: Callable[[Owner, torch.Tensor], None], owner: Owner) -> None:
+    """As `hook_whether_trained`, with `call(owner, parameter)`, and the hook does not keep the owner alive.
 
     The garbage collector does not see references from such hooks, so a cycle through one would never be freed.
     """
-    reference = WeakMethod(method)
+    reference = ref(owner)
 
     def hook(gradient_of: torch.Tensor) -> None:
         if (alive := reference()) is not None:
-            alive(gradient_of)
+            call(alive, gradient_of)
 
     hook_whether_trained(parameter, mark_own(hook))
