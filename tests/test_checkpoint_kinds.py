@@ -53,8 +53,10 @@ def test_an_object_registered_before_the_others_does_not_get_the_state_of_one(tm
 def test_an_object_whose_class_has_another_name_gets_its_state(tmp_path):
     checkpoints.save(live_of(Meter(1.0)), tmp_path / "c")
     renamed = Average()
-    checkpoints.load(live_of(renamed), tmp_path / "c")
+    with log_lines() as lines:
+        checkpoints.load(live_of(renamed), tmp_path / "c")
     assert renamed.total == 1.0
+    assert any("registered.0: was saved from Meter; Average gets its state" in line for line in lines)
 
 
 def objects_of_this_rank(project, order):

@@ -586,7 +586,9 @@ def test_a_checkpoint_of_the_scripts_own_has_whole_tensors(ranks, tmp_path):
     (refused,), nothing = ranks.run(2, saved_as_accelerate_does, tmp_path, "save")
     assert refused.startswith("save: every rank must call it, but only some do (got ") and nothing == []
     for told in ranks.run(2, saved_as_accelerate_does, tmp_path, "")[0][:2]:
-        assert "split the object, or launch with --accelerates-meaning save, which uses torch.save" in told
+        assert (
+            "split the object, or launch with --as-accelerate --accelerates-meaning save, which uses torch.save" in told
+        )
 
 
 def saved_on_machines_of_two(folder, each):
@@ -885,7 +887,9 @@ def test_migrate_changes_the_imports_and_nothing_else(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     text, found = migrate.diff(tmp_path / "train.py")
     assert text.count("\n+") == 4 and text.count("\n-") == 3  # with the lines of file names
-    assert any(line.startswith("train.py:9: num_processes: the schedule's length") for line in migrate.remarks(found))
+    said = migrate.remarks(found)
+    assert any(line.startswith("train.py:9: num_processes: the schedule's length") for line in said)
+    assert any("or launch with --as-accelerate --accelerates-meaning scheduler." in line for line in said)
     with pytest.raises(UsageError, match=r"migrate: script.py:1: not valid Python"):
         migrate.migrated("def (")
     with pytest.raises(UsageError, match=r"run.sh: only Python scripts are changed .* --as-accelerate` for"):
@@ -952,6 +956,40 @@ def test_scan_finds_schedules_with_the_length_of_a_loader_that_is_prepared_later
     found = scan.scan_text(LENGTH.replace(old, new, 1), "train.py").remarks
     assert [(one.line, one.name) for one in found] == [(line, "len(train)") for line in lines]
     assert all("shardkit's steps once: take the prepared loader's length" in one.text for one in found)
+
+
+@pytest.mark.parametrize(
+    ("function", "lines"),
+    [
+        ("lambda step: 1 - step / (args.steps * accelerator.num_processes)", [4]),
+        ("[lambda step: 1 / (accelerator.num_processes * args.steps)]", [4]),
+        ("decay", [2]),
+        ("lambda step: 1 - step / args.steps", []),
+        ("lambda step: 1 - step / (args.steps / accelerator.num_processes)", []),
+    ],
+)
+def test_scan_finds_the_factor_of_a_schedule_in_a_function_of_the_step(function, lines):
+    script = (
+        "def decay(step):\n    return 1 - step / (args.steps * accelerator.num_processes)\n\n"
+        f"scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, {function})\n"
+    )
+    found = scan.scan_text(script, "train.py").remarks
+    assert [(one.line, one.name) for one in found] == [(line, "num_processes") for line in lines]
+
+
+def test_a_prepared_schedule_is_told_to_step_once_before_a_run_and_after_a_diff(tmp_path, capsys):
+    """Also where no factor is found: without one Accelerate's scheduler is through sooner."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from accelerate import Accelerator\nmodel, lr_scheduler = accelerator.prepare(model, lr_scheduler)\n"
+    )
+    differs = "differs: a prepared scheduler steps once per optimizer step; Accelerate's steps num_processes times"
+    assert differs in scan.report(scan.scan_script(str(script)))
+    assert run(["migrate", str(script)]) == 0
+    assert differs in capsys.readouterr().err
+    script.write_text("from accelerate import Accelerator\nmodel = accelerator.prepare(model)\n")
+    assert run(["migrate", str(script)]) == 0
+    assert differs not in capsys.readouterr().err
 
 
 def test_scan_says_what_stands_in_what_is_refused_and_what_means_another_thing():

@@ -923,6 +923,13 @@ Current thread 0x00007f8 (most recent call first):
   File "/home/me/train.py", line 20 in step
   File "/home/me/train.py", line 31 in <module>
 """
+IN_A_SHARDED_VALUE = """\
+Current thread 0x00007f8 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/_ops.py", line 1279 in __call__
+  File "/venv/lib/python3.11/site-packages/torch/distributed/_functional_collectives.py", line 142 in wait_tensor
+  File "/venv/lib/python3.11/site-packages/torch/distributed/tensor/_api.py", line 774 in full_tensor
+  File "/home/me/train.py", line 25 in <module>
+"""
 IN_PDB = """\
 Thread 0x00007f8 (most recent call first):
   File "/usr/lib/python3.11/cmd.py", line 126 in cmdloop
@@ -941,6 +948,8 @@ def test_the_rank_that_the_others_wait_for_is_named():
     waiting, loading = stacks.parse(IN_A_COLLECTIVE), stacks.parse(IN_THE_DATA)
     assert (waiting.where, waiting.waits_for_peers) == ("/home/me/train.py:20 in step", True)
     assert (loading.where, loading.waits_for_peers) == ("/home/me/data.py:88 in __getitem__", False)
+    sharded = stacks.parse(IN_A_SHARDED_VALUE)  # `.item()` of a sharded parameter: the innermost line calls an operator
+    assert (sharded.where, sharded.waits_for_peers) == ("/home/me/train.py:25 in <module>", True)
     assert stacks.parse(IN_PDB).is_debugged and not loading.is_debugged
     ranks = {0: rank(0, 10.0), 1: rank(1, 11.0, phase="data")}
     found = {0: Seen(waiting, is_in_collective=True), 1: Seen(loading)}

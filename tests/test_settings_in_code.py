@@ -79,12 +79,13 @@ def test_the_checks_are_those_of_the_file():
     with pytest.raises(ConfigError) as caught:
         accelerator(
             kwargs_handlers=[
-                Says(shardkit__ddp__comm_hook="fp8", shardkit__precision__growth_factor=0.5),
+                Says(shardkit__ddp__comm_hook="fp8", shardkit__precision__growth_factor=0.5, num_proceses=2),
                 Says(shardkit__profile__wait=1, shardkit__profile__activities=["tpu"]),
                 Says(shardkit__ddp__comm_wrapper="bf16"),
             ]
         )
     text = str(caught.value)
+    assert "Accelerator(kwargs_handlers=Says): unknown setting (got num_proceses); did you mean num_processes?" in text
     assert "Accelerator(kwargs_handlers=Says): shardkit.ddp.comm_hook: is not one of the choices (got 'fp8')" in text
     assert "shardkit.precision.growth_factor: is too small (got '0.5'); write more than 1." in text
     assert "shardkit.profile.wait: is part of a schedule, which records no step (got active 0)" in text

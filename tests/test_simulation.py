@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from shardkit.config.schema import Config, FsdpConfig, ShardkitConfig
 from shardkit.errors import ModelError, UsageError
@@ -201,6 +203,16 @@ def test_optimizers_differ_by_their_state():
     assert states["momentum"] == parameters
     assert states["adamw"] == pytest.approx(2 * parameters, rel=0.01)
     assert 0 < states["adafactor"] < 0.3 * parameters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ASGD", "Adadelta", "Adamax", "NAdam", "RAdam"])
+def test_any_optimizer_of_torch_steps_on_fake_tensors(name):
+    """They ask their state for numbers; NAdam divides by one minus the product of its decays."""
+    asked = replace(request(TINY, world_size=2), optimizer=f"torch.optim:{name}")
+    peak = simulated(asked)[0].peak
+    moments = 1 if name == "ASGD" else 2
+    assert peak.optimizer_state == pytest.approx(moments * peak.parameters, rel=0.02)
 
 
 @pytest.mark.slow
@@ -403,6 +415,35 @@ def test_weights_alone_cannot_be_simulated(tmp_path):
     found = describe("model.safetensors", folder=tmp_path)
     with pytest.raises(UsageError, match="weights alone cannot run"):
         simulate(PlanRequest(found, Config(), 1, 1, DEVICES["cpu"]), folder=tmp_path)
+
+
+OPTIMIZERS = """
+import torch
+
+def of_the_model(model):
+    return torch.optim.SGD(model.parameters())
+
+def of_matrices(parameters):
+    return torch.optim.Muon(parameters)
+
+def forgets(parameters):
+    torch.optim.SGD(parameters)
+"""
+
+
+def test_an_optimizer_that_cannot_be_made_is_named_by_its_flag(tmp_path, monkeypatch):
+    """It is not the model that has to change."""
+    (tmp_path / "own_optimizers.py").write_text(OPTIMIZERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    advice = r"; it is called with the list of trained parameters, and returns their torch\.optim\.Optimizer\.$"
+    for name, problem in {
+        "of_the_model": r"cannot be made \(AttributeError: 'list' object has no attribute 'parameters'\)",
+        "of_matrices": r"cannot be made \(ValueError: Muon only supports 2D parameters .*\)",
+        "forgets": r"is not an optimizer \(got NoneType\)",
+    }.items():
+        make = batches.optimizer_factory(f"own_optimizers:{name}")
+        with pytest.raises(UsageError, match=rf"^--optimizer own_optimizers:{name}: {problem}{advice}"):
+            make([nn.Parameter(torch.zeros(3))])
 
 
 def plan(*arguments: str, folder: Path) -> subprocess.CompletedProcess:

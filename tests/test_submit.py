@@ -345,6 +345,11 @@ def test_flags_that_need_another_are_refused_before_a_job_is_made(capsys):
             "--volume: invalid volume (got 's3://b:/data')",
         ),
         (["--to", "jobset", *IMAGE, "--option", "quue=a", "x.py"], "(got 'quue'); did you mean queue?"),
+        (
+            ["--to", "jobset", *IMAGE, "--option", "queue", "x.py"],
+            "--option queue: has no value (got 'queue'); write queue=V",
+        ),
+        (["--to", "skypilot", "--option", "instance-type=", "x.py"], "--option instance-type: has no value"),
         (["--to", "jobset", *IMAGE, "--env", "MASTER_PORT=1", "x.py"], "--env MASTER_PORT: is set by the job"),
         (["--to", "jobset", *IMAGE, "--env", "A-B=1", "x.py"], "--env: not NAME=VALUE (got 'A-B')"),
         (["--to", "slurm", "--env", "A=1", "train.py"], "--env: is not supported by slurm (only by kubeflow, jobset,"),

@@ -62,16 +62,20 @@ def compare(live: Live, common: Mapping[str, Any], classes: Mapping[str, str], n
 
 def _compare_places(now: Mapping[str, str], classes: Mapping[str, str], found: Found) -> None:
     """Registered objects whose class was saved at another place: they were registered in another order. A class that
-    was saved nowhere may have got another name."""
+    was saved nowhere may have got another name; a note says whose state it gets."""
     here, there = (
         {name: one for name, one in given.items() if name.startswith("registered.")} for given in (now, classes)
     )
     for name in sorted(here.keys() & there.keys()):
-        if here[name] != there[name] and (here[name] in there.values() or there[name] in here.values()):
+        if here[name] == there[name]:
+            continue
+        if here[name] in there.values() or there[name] in here.values():
             found.unlike.add(name)
             text = f"{name}: was saved from another object (got {here[name]}, saved {there[name]})"
             advice = f"register the objects in the order of the run that saved, new ones last, or {KEEP}"
             found.differences.append(Difference(text, advice))
+        else:
+            found.notes.append(f"{name}: was saved from {there[name]}; {here[name]} gets its state")
 
 
 def _pairs(live: Live, common: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:

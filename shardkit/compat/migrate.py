@@ -96,4 +96,5 @@ def diff(path: Path) -> tuple[str, Found]:
 def remarks(found: Found) -> list[str]:
     """What the new imports do not solve: unsupported names, and differences in behavior."""
     lines = [f"{one.place}: {one.name}: is not supported; {one.text}." for one in [*found.refused, *found.missing]]
-    return lines + [f"{one.place}: {one.name}: {one.text}." for one in found.remarks]
+    lines += [f"{one.place}: {one.name}: {one.text}." for one in found.remarks]
+    return lines + scan.differences(found)

@@ -257,7 +257,11 @@ def save(obj: Any, f: str | Path, save_on_each_node: bool = False, safe_serializ
         if takes_back("save") and not safe_serialization:
             torch.save(whole, f)
         else:
-            objects.save(whole, f, "split the object, or launch with --accelerates-meaning save, which uses torch.save")
+            objects.save(
+                whole,
+                f,
+                "split the object, or launch with --as-accelerate --accelerates-meaning save, which uses torch.save",
+            )
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:

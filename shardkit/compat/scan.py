@@ -88,15 +88,16 @@ def _is_on_shardkit(tree: ast.Module) -> bool:
 
 STRETCHED = (
     "the schedule's length is multiplied by the number of ranks, since Accelerate's scheduler steps once per rank; "
-    "shardkit's steps once: remove the factor, or launch with --accelerates-meaning scheduler"
+    "shardkit's steps once: remove the factor, or launch with --as-accelerate --accelerates-meaning scheduler"
 )
 OF_ALL_RANKS = (
     "before prepare a loader's length counts the batches of all ranks, and Accelerate's scheduler steps once per rank; "
-    "shardkit's steps once: take the prepared loader's length, or launch with --accelerates-meaning scheduler"
+    "shardkit's steps once: take the prepared loader's length, or launch with --as-accelerate --accelerates-meaning "
+    "scheduler"
 )
 SKIPS_AGAIN = (
     "the loop drops the batches before a resumed step, but load_state has moved the loader past them: remove this, use "
-    "skip_first_batches, or launch with --accelerates-meaning position"
+    "skip_first_batches, or launch with --as-accelerate --accelerates-meaning position"
 )
 _DIVISIONS = (ast.Div, ast.FloorDiv)
 
@@ -181,6 +182,8 @@ def _members(found: Found, tree: ast.Module, file: str) -> None:
         elif isinstance(node, ast.Call) and (_dotted(node.func) or [""])[-1] == "Accelerator":
             for keyword in node.keywords:
                 _argument(found, file, keyword)
+        elif isinstance(node, ast.Call) and _is_prepare(node.func) and any(map(_is_schedule, node.args)):
+            _add(found.stands_in, Named(file, node.lineno, "Accelerator.prepare_scheduler"))
 
 
 def _is_accelerator(node: ast.expr) -> bool:
@@ -234,10 +237,14 @@ def _is_prepare(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "prepare" and _is_accelerator(node.value)
 
 
+def _is_schedule(node: ast.expr) -> bool:
+    return "sched" in ".".join(_dotted(node)).lower()
+
+
 def _of_schedules(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
     """What is given to the functions and classes that make a schedule."""
     for node in nodes:
-        if isinstance(node, ast.Call) and "sched" in ".".join(_dotted(node.func)).lower():
+        if isinstance(node, ast.Call) and _is_schedule(node.func):
             yield from node.args
             yield from (keyword.value for keyword in node.keywords)
 
@@ -272,10 +279,20 @@ def _is_before_resumed(test: ast.expr, counts: set[str]) -> bool:
 def stretched_schedules(tree: ast.Module) -> list[int]:
     """Lines in which the length of a schedule is multiplied by the number of ranks."""
     nodes = list(ast.walk(tree))
+    given = list(_of_schedules(nodes))
     assigned = (node.value for node in nodes if isinstance(node, ast.Assign) and _is_for_schedule(node))
-    values = [*_of_schedules(nodes), *assigned]
-    factors = [one for value in values for one in _factors(value)]
+    factors = [one for value in [*given, *assigned] for one in _factors(value)]
+    # A function of the step divides it by the length.
+    factors += [one for function in _functions_in(given, nodes) for one in ast.walk(function)]
     return sorted({one.lineno for one in factors if isinstance(one, ast.BinOp) and _multiplies_by_ranks(one)})
+
+
+def _functions_in(values: Iterable[ast.expr], nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """The lambdas in these expressions, and the functions of the file that they name."""
+    parts = [part for value in values for part in ast.walk(value)]
+    named = {part.id for part in parts if isinstance(part, ast.Name)}
+    yield from (part for part in parts if isinstance(part, ast.Lambda))
+    yield from (node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in named)
 
 
 def _factors(node: ast.AST) -> Iterator[ast.AST]:
@@ -306,13 +323,19 @@ def _is_ranks(node: ast.AST) -> bool:
     return isinstance(node, (ast.Name, ast.Attribute)) and _dotted(node)[-1:] in (["num_processes"], ["world_size"])
 
 
+def differences(found: Found) -> list[str]:
+    """A line for each difference in behavior that affects a name that is used."""
+    named = {one.name for one in found.stands_in}
+    return [f"differs: {one.text}." for one in DIFFERENCES if named & set(one.names)]
+
+
 def report(found: Found) -> str:
     """The report as text."""
     lines = []
     for title, group in (("not supported", found.refused), ("unknown", found.missing), ("remark", found.remarks)):
         lines += [f"{one.place}: {one.name}: {title}{': ' if one.text else ''}{one.text}." for one in group]
     named = {one.name for one in found.stands_in}
-    lines += [f"differs: {one.text}." for one in DIFFERENCES if named & set(one.names)]
+    lines += differences(found)
     if not named and not lines:
         return "The script uses no name of accelerate. A launch reports at its end what the libraries use."
     summary = f"{counted(len(named), 'name')} of accelerate supported"

@@ -39,8 +39,6 @@ def with_given(
     for one in given:
         for name, value in one.settings.items():
             _add(layer, one.where, name, value)
-    if layer.problems:
-        raise ConfigError(layer.problems)
     found, origins = build(layer)
     if layer.problems:
         raise ConfigError(layer.problems)

@@ -3,6 +3,7 @@
 import linecache
 import re
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 
 from shardkit.launch.failure import is_users, short_name
@@ -10,6 +11,8 @@ from shardkit.launch.failure import is_users, short_name
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 WAITING = ("/torch/distributed/", "/shardkit/distributed/control.py", "/shardkit/distributed/named_barrier.py")
 """Code in which a rank waits for its peers."""
+OPERATORS = ("/torch/_ops.py",)
+"""Code that calls an operator, such as the wait for a collective of a DTensor. Whose call it is, its caller says."""
 BACKWARD = "/torch/autograd/graph.py"
 """Code that runs a backward. Without CPU time it waits for peers there: DDP's reducer is native code."""
 FOR_THE_DEVICE = re.compile(r"\b(?:item|tolist|cpu|cuda|to|copy_|numpy|nonzero|float|\w*synchronize)\(")
@@ -80,4 +83,5 @@ def _is_in(frame: tuple[str, str, str], places: tuple[str, ...]) -> bool:
 
 def _frames(block: str) -> list[tuple[str, str, str]]:
     found = [FRAME.match(line) for line in block.splitlines()]
-    return [(match["file"], match["line"], match["function"]) for match in found if match]
+    frames = [(match["file"], match["line"], match["function"]) for match in found if match]
+    return list(dropwhile(lambda frame: _is_in(frame, OPERATORS), frames))

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.errors import UsageError
-from shardkit.model.probe import imported
+from shardkit.model.probe import error_text, imported
 from shardkit.plan.optimizers import QUANTIZED, Quantized, is_quantized
 from shardkit.signatures import signature
 
@@ -168,9 +168,9 @@ def _longest(config: Any) -> int:
 
 
 def optimizer_factory(name: str) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """The optimizer of that name, or `module:function` itself."""
+    """The optimizer of that name, or of `module:function`."""
     if ":" in name:
-        return named("--optimizer", name)
+        return _given_optimizer(name)
     known: dict[str, tuple[Any, dict[str, Any]]] = {
         "sgd": (torch.optim.SGD, {"lr": 0.1}),
         "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -185,6 +185,22 @@ def optimizer_factory(name: str) -> Callable[[list[nn.Parameter]], torch.optim.O
         return lambda parameters: _Quantized(parameters, quantized)
     kind, arguments = known[name]
     return lambda parameters: kind(parameters, **arguments)
+
+
+def _given_optimizer(spec: str) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    make = named("--optimizer", spec)
+    advice = "it is called with the list of trained parameters, and returns their torch.optim.Optimizer."
+
+    def made(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        try:
+            optimizer = make(parameters)
+        except Exception as error:
+            raise UsageError(f"--optimizer {spec}: cannot be made ({error_text(error)}); {advice}") from error
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(f"--optimizer {spec}: is not an optimizer (got {type(optimizer).__name__}); {advice}")
+        return optimizer
+
+    return made
 
 
 class _Factored(torch.optim.Optimizer):

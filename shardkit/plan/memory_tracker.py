@@ -137,7 +137,8 @@ class MemoryTracker(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor then runs operators on the local tensors
         if function is torch.ops.aten._local_scalar_dense.default and self._default == "optimizer_state":
-            return 1.0 if args[0].is_floating_point() else 1
+            # A step (its int is 1) or a product of decays: NAdam divides by one minus it.
+            return 1.5 if args[0].is_floating_point() else 1
         if function is torch.ops.aten._local_scalar_dense.default and getattr(args[0], "_is_drawn", False):
             return 0  # random layer dropping (LayerDrop) drops nothing: the maximum of memory
         result = _run(function, args, kwargs or {})

@@ -113,9 +113,11 @@ def problems(engine: Engine, job: Job, flags: set[str]) -> list[str]:
     for flag in sorted(flags - engine.flags):
         able = ", ".join(one.name for one in ENGINES.values() if flag in one.flags)
         found.append(f"{flag}: is not supported by {engine.name} (only by {able}); remove it.")
-    for key in job.options if engine.options is not None else ():
+    for key, value in job.options.items() if engine.options is not None else ():
         if key not in (engine.options or {}):
             near = get_close_matches(key, engine.options or (), 1)
             known = f"did you mean {near[0]}?" if near else f"it has {', '.join(engine.options or {}) or 'none'}."
             found.append(f"--option: {engine.name} has no option with this name (got {key!r}); {known}")
+        elif not value:
+            found.append(f"--option {key}: has no value (got {key!r}); write {key}=VALUE.")
     return [*found, *engine.problems(job)]
