@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from shardkit.data.agreement import generator_of
 from shardkit.data.loader import PreparedLoader, prepare_loader
 from shardkit.distributed import accelerators
-from shardkit.distributed.tensors import is_composed, is_dtensor, layers, unwrapped
+from shardkit.distributed.tensors import every_parameter, is_composed, is_dtensor, layers, unwrapped
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.log import get_logger
 from shardkit.optim import rebind
@@ -115,7 +115,7 @@ def own_parameters(run: Run, parameters: Any) -> list[torch.Tensor]:
         chosen = [present.get(id(parameter), parameter) for parameter in chosen]
     if not run.models or any(parameter.grad is not None for parameter in chosen):
         return chosen
-    own = {id(parameter) for model in run.models for parameter in model.parameters()}
+    own = {id(parameter) for model in run.models for parameter in every_parameter(model)}
     if any(id(parameter) in own for parameter in chosen):
         return chosen
     raise UsageError(
@@ -230,7 +230,7 @@ def _model(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) 
         at_end_of_backward(parallel, partial(_note_backward, run, ref(parallel)))
         run.watched.add(parallel)
     run.models.append(parallel)
-    run.taken.append(Taken(parallel, names, {id(p) for p in parallel.parameters()}))
+    run.taken.append(Taken(parallel, names, {id(p) for p in every_parameter(parallel)}))
     return parallel
 
 
@@ -317,7 +317,7 @@ def _refuse_shared(run: Run, models: Sequence[nn.Module]) -> None:
     if run.config.num_processes == 1 and run.config.mode != "fsdp":
         return
     prepared = [*run.models, *(run.evaluated if run.config.mode == "fsdp" else ())]
-    seen = {id(p) for known in prepared for p in known.parameters()}
+    seen = {id(p) for known in prepared for p in every_parameter(known)}
     for model in models:
         if any(model is known for known in prepared) or _prepared(run, model) is not None:
             continue
@@ -342,7 +342,7 @@ def watch_optimizers(run: Run) -> None:
 def _refuse_strangers(run: Run, optimizer: AcceleratedOptimizer) -> None:
     """UsageError where an optimizer has parameters of no prepared model: their gradients would not be reduced, and
     ranks would diverge."""
-    own = {id(parameter) for model in run.models for parameter in model.parameters()}
+    own = {id(parameter) for model in run.models for parameter in every_parameter(model)}
     _refuse_late(run, optimizer.optimizer)
     strangers = [parameter for parameter in optimizer.parameters if id(parameter) not in own]
     if strangers:
