@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from weakref import ReferenceType, WeakMethod, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, ref
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -187,9 +188,12 @@ def one_for_each(asked: Sequence[bool | None] | None, number: int) -> Sequence[b
 
 
 def _distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) -> rebind.ParameterNames:
-    """Distributes the model, unless this run sharded it before `free_memory`; returns its parameters' names before."""
+    """Distributes the model, unless it is sharded: by this run before `free_memory`, or by an earlier Accelerator with
+    the same settings. Returns its parameters' names before."""
     from shardkit.sharding.parallelize import distribute
 
+    if model not in run.sharded and (before := _sharded_before.get(model)) is not None and before[0] == _cut_of(run):
+        run.sharded[model] = before[1]
     if model in run.sharded:
         _refuse_added(model, run.sharded[model])
         return run.sharded[model]
@@ -200,7 +204,18 @@ def _distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: 
     distribute(model, run.config, run.mesh, run.process, None if weights is None else Path(weights), moves)
     if run.mesh is not None:
         run.sharded[model] = names
+        _sharded_before[model] = _cut_of(run), names
     return names
+
+
+_sharded_before: WeakKeyDictionary[nn.Module, tuple[Any, rebind.ParameterNames]] = WeakKeyDictionary()
+"""Of each model that any Accelerator of this process has sharded: how, and its parameters' names before."""
+
+
+def _cut_of(run: Run) -> Any:
+    """What a model's shards depend on: equal values mean that a model is sharded as this run shards it."""
+    section = run.config.shardkit
+    return dist.group.WORLD, run.mesh, run.config.fsdp, precision.of(run.config), section.precision, section.compile
 
 
 def _refuse_added(model: nn.Module, known: rebind.ParameterNames) -> None:
