@@ -259,18 +259,37 @@ def replace_one(project):
 def replace_with_notes(project, is_damaged):
     run = run_of(project)
     path = run[0].save_state(project / "mine")
-    (path / "notes.txt").write_text("keep me")
+    (path / "more").mkdir()
+    for name in ("notes.txt", "more/notes.txt"):
+        (path / name).write_text(name)
     if is_damaged:
         (path / manifest.NAME).write_text("{")
     run[0].save_state(path)
-    (kept,) = project.glob("mine.replaced-*")
     run[0].load_state(path)
-    return (kept / "notes.txt").read_text()
+    return [path.name for path in project.iterdir()], [
+        (path / name).read_text() for name in ("notes.txt", "more/notes.txt")
+    ]
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_other_files_in_a_replaced_checkpoint_are_kept(ranks, tmp_path, is_damaged):
-    assert ranks.run(1, replace_with_notes, tmp_path, is_damaged) == ["keep me"]
+def test_other_files_stay_in_a_folder_that_is_saved_to_again(ranks, tmp_path, is_damaged):
+    """Such as the epoch, which scripts write beside their last checkpoint."""
+    expected = ["mine"], ["notes.txt", "more/notes.txt"]
+    assert ranks.run(1, replace_with_notes, tmp_path, is_damaged) == [expected]
+
+
+def replace_with_a_files_namesake(project):
+    run = run_of(project)
+    path = run[0].save_state(project / "mine")
+    (path / "notes").write_text("keep me")
+    run[0].register_save_state_pre_hook(lambda models, weights, folder: (Path(folder) / "notes").write_text("new"))
+    run[0].save_state(path)
+    (kept,) = project.glob("mine.replaced-*")
+    return (path / "notes").read_text(), (kept / "notes").read_text()
+
+
+def test_other_files_in_a_replaced_checkpoint_are_kept(ranks, tmp_path):
+    assert ranks.run(1, replace_with_a_files_namesake, tmp_path) == [("new", "keep me")]
 
 
 @pytest.mark.fault_row(4)

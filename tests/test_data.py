@@ -534,6 +534,7 @@ def test_the_rest_of_a_loader_is_as_the_user_made_it():
     assert batch["x"][1] == "text"
     assert loader.dataset.length == 40
     assert (loader.total_batch_size, loader.batch_size, len(loader)) == (8, 4, 5)
+    assert loader.total_dataset_length == len(loader.dataset), "by Accelerate's name"
     assert isinstance(loader.sampler, SequentialSampler)
     assert isinstance(loader, DataLoader) and flat(copy.deepcopy(prepared())) == list(range(40))
     assert prepared(0, 2, split_batches=True).batch_size == 2

@@ -94,23 +94,34 @@ def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> No
 
 
 def _remove_replaced(old: Path, final: Path, save_id: str) -> None:
-    """Delete the checkpoint, or the link to one, that was replaced. If the checkpoint also contains files that are not
-    its own, rename it instead."""
+    """Delete the checkpoint, or the link to one, that was replaced. Files in it that are not its own stay in the folder
+    of that name; where the new one has such a file, the old folder is renamed instead."""
     if old.is_symlink():
         old.unlink()
         return
-    others = manifest.strangers(old)
+    others = [name for name in manifest.strangers(old) if not _moved(old / name, final / name)]
     if not others:
         folder.remove(old)
         return
     kept = final.with_name(f"{final.name}.replaced-{save_id[:8]}")
     os.rename(old, kept)
     logger.warning(
-        "checkpoint: the replaced checkpoint %s contained other files (%s); it was renamed to %s.",
+        "checkpoint: the replaced checkpoint %s contained other files that the new one has, too (%s); it was renamed "
+        "to %s.",
         final,
         others[0],
         kept,
     )
+
+
+def _moved(source: Path, target: Path) -> bool:
+    """Moves a file of the script to the checkpoint that has replaced its own, unless that has the name."""
+    above = [folder for folder in target.parents if os.path.lexists(folder)]
+    if os.path.lexists(target) or not above[0].is_dir():
+        return False
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.rename(source, target)
+    return True
 
 
 def is_taken(final: Path) -> bool:

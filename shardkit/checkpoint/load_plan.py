@@ -18,7 +18,7 @@ from shardkit.checkpoint.verify import Checkpoint
 from shardkit.distributed import custom_state, random_state
 from shardkit.distributed.control import ControlGroup
 from shardkit.distributed.custom_state import CustomState
-from shardkit.distributed.tensors import is_composed
+from shardkit.distributed.tensors import every_parameter, is_composed
 from shardkit.errors import CheckpointCorrupted
 from shardkit.log import get_logger
 from shardkit.storage.url import Place
@@ -148,7 +148,7 @@ def warn_of(plan: Plan, checkpoint: Checkpoint) -> None:
 
 def _parameters(live: Live, names: dict[int, str]) -> dict[str, torch.Tensor]:
     """The live parameters by their names in optimizer states."""
-    return {names[id(p)]: p for model in live.models for p in model.parameters() if id(p) in names}
+    return {names[id(p)]: p for model in live.models for p in every_parameter(model) if id(p) in names}
 
 
 def _take_own(plan: Plan, checkpoint: Checkpoint, rank: int, live: dict[str, torch.Tensor]) -> None:

@@ -257,7 +257,7 @@ def _file(name: str, value: dict[str, Any], world_size: int, is_added: bool = Fa
 
 def check_sizes(folder: Place, manifest: Manifest) -> list[str]:
     """Problems with the presence, type and size of the files; empty if there are none. Reads no contents, and looks at
-    each file once."""
+    each file once. Files that a script has put beside them are no problem."""
     if isinstance(folder, Url):
         return _check_objects(folder, manifest)
     problems, found = [], _below(folder)
@@ -270,10 +270,7 @@ def check_sizes(folder: Place, manifest: Manifest) -> list[str]:
             problems.append(f"{path}: not a regular file")
         elif seen.st_size != file.bytes:
             problems.append(_other_size(path, seen.st_size, file))
-    return problems + [
-        f"{folder / name}: not part of this checkpoint (move it elsewhere)"
-        for name in _unknown(_files_among(found), manifest)
-    ]
+    return problems + _not_ours(folder, _files_among(found), manifest)
 
 
 def _check_objects(url: Url, manifest: Manifest) -> list[str]:
@@ -287,8 +284,15 @@ def _check_objects(url: Url, manifest: Manifest) -> list[str]:
             problems.append(f"{url / name}: missing")
         elif seen.bytes != file.bytes:
             problems.append(_other_size(url / name, seen.bytes, file))
-    return problems + [
-        f"{url / name}: not part of this checkpoint (move it elsewhere)" for name in _unknown(found, manifest)
+    return problems + _not_ours(url, found, manifest)
+
+
+def _not_ours(folder: Place, names: Iterable[str], manifest: Manifest) -> list[str]:
+    """Problems of files that look like those of a checkpoint, as if two were mixed, but are not this one's."""
+    return [
+        f"{folder / name}: not part of this checkpoint (move it elsewhere)"
+        for name in _unknown(names, manifest)
+        if FILE_NAME.fullmatch(name.removeprefix(f"{manifest.data}/"))
     ]
 
 

@@ -29,7 +29,8 @@ DIFFERENCES = [
     ),
     Difference(
         ("Accelerator.save_state", "Accelerator.load_state"),
-        "save_state writes one checkpoint atomically, named by the step, with the position in the data",
+        "save_state writes one checkpoint atomically, named by the step, with the position in the data; a script puts "
+        "its own files into the folder after it, since a folder with other files is refused",
         "a killed run never leaves an incomplete checkpoint, and a resumed run repeats no sample",
     ),
     Difference(

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from shardkit.compat.facade import Accelerator
+from shardkit.distributed.tensors import every_parameter
 from shardkit.errors import UsageError
 from shardkit.sharding.gradient_sync import gradient_sync
 
@@ -47,5 +48,5 @@ class LocalSGD:
 
     @torch.no_grad()
     def _average(self) -> None:
-        for parameter in self.model.parameters():
+        for parameter in every_parameter(self.model):
             parameter.copy_(self.accelerator.reduce(parameter.detach(), "mean"))

@@ -15,7 +15,7 @@ from shardkit.compat.differences import takes_back
 from shardkit.data.device import to_device
 from shardkit.distributed import collectives
 from shardkit.distributed.collectives import wait_for_everyone  # noqa: F401  (used unchanged)
-from shardkit.distributed.tensors import is_dtensor, unwrapped
+from shardkit.distributed.tensors import every_parameter, is_dtensor, unwrapped
 from shardkit.errors import UsageError
 from shardkit.runtime import objects
 from shardkit.sharding import precision
@@ -235,7 +235,7 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
 def model_has_dtensor(model: nn.Module) -> bool:
     """Whether a parameter is sharded."""
-    return any(is_dtensor(parameter) for parameter in model.parameters())
+    return any(is_dtensor(parameter) for parameter in every_parameter(model))
 
 
 def is_peft_model(model: Any) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 from shardkit import env
 from shardkit.compat.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from shardkit.compat.operations import is_peft_model
-from shardkit.distributed.tensors import clean_name
+from shardkit.distributed.tensors import clean_name, every_parameter
 from shardkit.runtime import separate_checkpoints
 
 
@@ -113,7 +113,7 @@ def get_parameters_from_modules(modules: Any, model: nn.Module, device: Any = No
     """The parameters of the given modules, or of those whose names match a regular expression."""
     if isinstance(modules, str):
         modules = [module for name, module in model.named_modules() if re.fullmatch(modules, name)]
-    return {parameter for module in modules or [] for parameter in module.parameters()}
+    return {parameter for module in modules or [] for parameter in every_parameter(module)}
 
 
 def get_grad_scaler(distributed_type: Any = None, **arguments: Any) -> torch.amp.GradScaler:

@@ -1,8 +1,4 @@
-"""Prepared data loaders: one order for all ranks, a position that survives restarts, and a flag on the last batch.
-
-prepare_loader(DataLoader) -> PreparedLoader      the same batches as before, this rank's part of each
-loader.state_dict()                               the position, in samples over all ranks
-"""
+"""Prepared data loaders: one order for all ranks, a position that survives restarts, a flag on the last batch."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -77,10 +73,8 @@ class PreparedLoader:
         that the workers end as soon as the loader is unreferenced."""
         self.before_loop: WeakMethod[Callable[[PreparedLoader], None]] | None = None
         """Called when a loop begins."""
-        self._source = source
-        self._user_loader = user_loader
-        self._rank, self._device = rank, device
-        self._seed = seed
+        self._source, self._user_loader = source, user_loader
+        self._rank, self._device, self._seed = rank, device, seed
         self._loop: Loop | None = None
         self.ended: Loop | None = None
         """The loop that was the last to end."""
@@ -280,6 +274,11 @@ class PreparedLoader:
     def total_batch_size(self) -> int:
         """Samples in a global batch, over all ranks."""
         return self._source.total_batch_size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples in the dataset, over all ranks."""
+        return len(self._source.dataset)
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration runs this epoch. A restored position in it is kept, and so are batches to skip. A

@@ -53,6 +53,12 @@ def layers(model: nn.Module) -> Iterator[nn.Module]:
         inner = modules.get("module") if is_ddp else modules.get("_orig_mod") if _is_compiled(inner) else None
 
 
+def every_parameter(model: nn.Module) -> Iterator[nn.Parameter]:
+    """All parameters of a model, also where its class redefines `parameters()`, such as to leave its discriminator
+    out."""
+    return (parameter for _, parameter in nn.Module.named_parameters(model))
+
+
 def _is_compiled(module: nn.Module) -> bool:
     """Whether this is torch.compile's wrapper, without importing torch's module."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")

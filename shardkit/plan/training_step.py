@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardkit.config.schema import Config
 from shardkit.distributed.process import Process
+from shardkit.distributed.tensors import every_parameter
 from shardkit.errors import ModelError
 from shardkit.optim import local_step
 from shardkit.optim.local_step import Stepper
@@ -49,7 +50,7 @@ def tracked_step(
     """
     precision.autocast_forward(model, config, process.device)
     parallel = parallelize(model, config, mesh, process)
-    trained = [p for p in parallel.parameters() if p.requires_grad]
+    trained = [p for p in every_parameter(parallel) if p.requires_grad]
     if not trained:
         raise ModelError("model: no parameter is trained; set requires_grad on some.")
     optimizer = make_optimizer(trained)
@@ -59,7 +60,7 @@ def tracked_step(
         has_state = [p for name, p in parallel.named_parameters() if p.requires_grad and name not in stateless]
         _make_states(optimizer, stepper, has_state, tracker)
         averages = _averages(parallel, ema)
-        tracker.count([*parallel.parameters(), *parallel.buffers(), *averages], "parameters")
+        tracker.count([*every_parameter(parallel), *parallel.buffers(), *averages], "parameters")
         tracker.count((value for state in optimizer.state.values() for value in state.values()), "optimizer_state")
         if config.mode != "fsdp":
             _hold_gradients(trained, tracker, has_buckets, config.shardkit.ddp.comm_hook == "power_sgd")
@@ -75,11 +76,10 @@ def _averages(model: nn.Module, ema: Ema) -> list[torch.Tensor]:
         case Ema.NO:
             return []
         case Ema.TRAINED:
-            return [
-                _copied(p, torch.promote_types(p.dtype, torch.float32)) for p in model.parameters() if p.requires_grad
-            ]
+            trained = [p for p in every_parameter(model) if p.requires_grad]
+            return [_copied(p, torch.promote_types(p.dtype, torch.float32)) for p in trained]
         case Ema.MODEL:
-            return [_copied(tensor, tensor.dtype) for tensor in [*model.parameters(), *model.buffers()]]
+            return [_copied(tensor, tensor.dtype) for tensor in [*every_parameter(model), *model.buffers()]]
 
 
 def _copied(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -163,7 +163,7 @@ def _mark(model: nn.Module, config: Config, tracker: MemoryTracker) -> None:
         module.register_forward_hook(lambda *_: _pass(tracker))
     model.register_forward_hook(lambda *_: tracker.enter("loss"))
     if config.mode == "fsdp":
-        seen: dict[int, nn.Parameter] = {id(p): p for p in model.parameters()}
+        seen: dict[int, nn.Parameter] = {id(p): p for p in every_parameter(model)}
         for fqn, module in modules.items():
             if module._parameters:
                 in_root = not any(fqn == mark or fqn.startswith(f"{mark}.") for mark in marks)

@@ -17,6 +17,7 @@ from torch import nn
 from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.data.sampler import length_of
 from shardkit.distributed import progress, xla
+from shardkit.distributed.tensors import every_parameter
 from shardkit.errors import UsageError
 from shardkit.optim.loss_scale import LossScale
 from shardkit.runtime.boundaries import Boundaries
@@ -223,7 +224,7 @@ class Accumulation:
         if not (self.is_inside and self.is_gathering()):
             return False
         trained = {id(parameter) for parameter in parameters}
-        return any(id(p) in trained for model in self._deferred_models for p in model.parameters())
+        return any(id(p) in trained for model in self._deferred_models for p in every_parameter(model))
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

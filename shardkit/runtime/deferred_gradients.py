@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from shardkit.distributed.tensors import every_parameter
 from shardkit.sharding.gradient_sync import drop_unreduced, is_partly_reduced, reduce_deferred, refuse_unreduced
 
 Parameters = Callable[[], Iterable[torch.Tensor]]
@@ -35,7 +36,7 @@ class DeferredGradients:
         if not self._begun:
             return
         own = {id(parameter) for parameter in parameters()}
-        for model in [one for one in self._begun if any(id(p) in own for p in one.parameters())]:
+        for model in [one for one in self._begun if any(id(p) in own for p in every_parameter(one))]:
             if any(model is one for one in self._waiting):
                 reduce_deferred(model)
             refuse_unreduced(model, own)

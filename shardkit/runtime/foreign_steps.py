@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardkit.distributed.tensors import every_parameter
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.optim.local_step import refuse_unfit
@@ -90,7 +91,7 @@ def _is_inside_prepared() -> bool:
 def _owners(optimizer: torch.optim.Optimizer) -> list[Accumulation]:
     """The runs whose models the optimizer trains, by its first parameter."""
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
-    return [run for run in _runs if any(first is p for model in run.models for p in model.parameters())]
+    return [run for run in _runs if any(first is p for model in run.models for p in every_parameter(model))]
 
 
 @cache

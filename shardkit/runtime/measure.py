@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardkit import env
 from shardkit.distributed import accelerators
-from shardkit.distributed.tensors import local_part
+from shardkit.distributed.tensors import every_parameter, local_part
 from shardkit.launch import names
 from shardkit.log import get_logger
 from shardkit.runtime.run import Run
@@ -61,7 +61,7 @@ def peak_bytes(run: Run) -> int:
 
 def memory_of(run: Run) -> MeasuredMemory:
     """This rank's memory so far."""
-    parameters = [parameter for model in run.models for parameter in model.parameters()]
+    parameters = [parameter for model in run.models for parameter in every_parameter(model)]
     states = [list(optimizer.state.values()) for optimizer in run.optimizers]
     return MeasuredMemory(
         run.process.rank,

@@ -4,16 +4,17 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from weakref import ReferenceType, WeakMethod, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, ref
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
 from shardkit.data.agreement import generator_of
 from shardkit.data.loader import PreparedLoader, prepare_loader
 from shardkit.distributed import accelerators
-from shardkit.distributed.tensors import is_composed, is_dtensor, layers, unwrapped
+from shardkit.distributed.tensors import every_parameter, is_composed, is_dtensor, layers, unwrapped
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.log import get_logger
 from shardkit.optim import rebind
@@ -115,7 +116,7 @@ def own_parameters(run: Run, parameters: Any) -> list[torch.Tensor]:
         chosen = [present.get(id(parameter), parameter) for parameter in chosen]
     if not run.models or any(parameter.grad is not None for parameter in chosen):
         return chosen
-    own = {id(parameter) for model in run.models for parameter in model.parameters()}
+    own = {id(parameter) for model in run.models for parameter in every_parameter(model)}
     if any(id(parameter) in own for parameter in chosen):
         return chosen
     raise UsageError(
@@ -187,9 +188,12 @@ def one_for_each(asked: Sequence[bool | None] | None, number: int) -> Sequence[b
 
 
 def _distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) -> rebind.ParameterNames:
-    """Distributes the model, unless this run sharded it before `free_memory`; returns its parameters' names before."""
+    """Distributes the model, unless it is sharded: by this run before `free_memory`, or by an earlier Accelerator with
+    the same settings. Returns its parameters' names before."""
     from shardkit.sharding.parallelize import distribute
 
+    if model not in run.sharded and (before := _sharded_before.get(model)) is not None and before[0] == _cut_of(run):
+        run.sharded[model] = before[1]
     if model in run.sharded:
         _refuse_added(model, run.sharded[model])
         return run.sharded[model]
@@ -200,7 +204,18 @@ def _distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: 
     distribute(model, run.config, run.mesh, run.process, None if weights is None else Path(weights), moves)
     if run.mesh is not None:
         run.sharded[model] = names
+        _sharded_before[model] = _cut_of(run), names
     return names
+
+
+_sharded_before: WeakKeyDictionary[nn.Module, tuple[Any, rebind.ParameterNames]] = WeakKeyDictionary()
+"""Of each model that any Accelerator of this process has sharded: how, and its parameters' names before."""
+
+
+def _cut_of(run: Run) -> Any:
+    """What a model's shards depend on: equal values mean that a model is sharded as this run shards it."""
+    section = run.config.shardkit
+    return dist.group.WORLD, run.mesh, run.config.fsdp, precision.of(run.config), section.precision, section.compile
 
 
 def _refuse_added(model: nn.Module, known: rebind.ParameterNames) -> None:
@@ -230,7 +245,7 @@ def _model(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) 
         at_end_of_backward(parallel, partial(_note_backward, run, ref(parallel)))
         run.watched.add(parallel)
     run.models.append(parallel)
-    run.taken.append(Taken(parallel, names, {id(p) for p in parallel.parameters()}))
+    run.taken.append(Taken(parallel, names, {id(p) for p in every_parameter(parallel)}))
     return parallel
 
 
@@ -317,7 +332,7 @@ def _refuse_shared(run: Run, models: Sequence[nn.Module]) -> None:
     if run.config.num_processes == 1 and run.config.mode != "fsdp":
         return
     prepared = [*run.models, *(run.evaluated if run.config.mode == "fsdp" else ())]
-    seen = {id(p) for known in prepared for p in known.parameters()}
+    seen = {id(p) for known in prepared for p in every_parameter(known)}
     for model in models:
         if any(model is known for known in prepared) or _prepared(run, model) is not None:
             continue
@@ -342,7 +357,7 @@ def watch_optimizers(run: Run) -> None:
 def _refuse_strangers(run: Run, optimizer: AcceleratedOptimizer) -> None:
     """UsageError where an optimizer has parameters of no prepared model: their gradients would not be reduced, and
     ranks would diverge."""
-    own = {id(parameter) for model in run.models for parameter in model.parameters()}
+    own = {id(parameter) for model in run.models for parameter in every_parameter(model)}
     _refuse_late(run, optimizer.optimizer)
     strangers = [parameter for parameter in optimizer.parameters if id(parameter) not in own]
     if strangers:

@@ -17,7 +17,7 @@ from shardkit.checkpoint.load_plan import LoadOptions
 from shardkit.checkpoint.save_request import SaveRequest
 from shardkit.checkpoint.state import Live
 from shardkit.distributed import random_state
-from shardkit.distributed.tensors import clean_name, unwrapped
+from shardkit.distributed.tensors import clean_name, every_parameter, unwrapped
 from shardkit.runtime.loading import begin_load
 from shardkit.runtime.run import Run
 from shardkit.runtime.saving import begin_save, mesh_of, state_kind
@@ -56,7 +56,7 @@ class _Trained(nn.Module):
     of: nn.Module
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
-        trained = {id(parameter) for parameter in self.of.parameters() if parameter.requires_grad}
+        trained = {id(parameter) for parameter in every_parameter(self.of) if parameter.requires_grad}
         names = {name for name, parameter in self.named_parameters(remove_duplicate=False) if id(parameter) in trained}
         return {name: value for name, value in state.model_tensors(self.of).items() if name in names}
 

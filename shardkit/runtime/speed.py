@@ -5,6 +5,7 @@ import time
 from shardkit.config.meaning import dtypes
 from shardkit.data.loader import active_loader
 from shardkit.distributed import accelerators
+from shardkit.distributed.tensors import every_parameter
 from shardkit.plan import devices
 from shardkit.runtime import measure
 from shardkit.runtime.run import Run
@@ -45,7 +46,7 @@ class Speed:
             found["speed/tokens_per_s"] = tokens / seconds
             found["speed/tokens"] = float(self._tokens)
             if (peak := self._peak_flops()) is not None:
-                parameters = sum(p.numel() for model in self._run.models for p in model.parameters())
+                parameters = sum(p.numel() for model in self._run.models for p in every_parameter(model))
                 found["speed/mfu"] = FLOPS_PER_PARAMETER_AND_TOKEN * parameters * tokens / seconds / peak
         return found
 

@@ -16,7 +16,7 @@ from shardkit.config.schema import Config
 from shardkit.data.loader import PreparedLoader
 from shardkit.distributed import xla
 from shardkit.distributed.process import Process
-from shardkit.distributed.tensors import is_fsdp, local_part, unwrapped
+from shardkit.distributed.tensors import every_parameter, is_fsdp, local_part, unwrapped
 from shardkit.runtime.run import Run
 from shardkit.sharding import precision
 from shardkit.wording import count_text, counted
@@ -91,7 +91,7 @@ def _mesh_of(here: xla.Devices) -> str:
 def _model_rows(model: nn.Module) -> list[tuple[str, str]]:
     """Size and frozen share; units with count and size; groups of tied parameters."""
     inner = unwrapped(model)
-    parameters = list(inner.parameters())
+    parameters = list(every_parameter(inner))
     total = sum(parameter.numel() for parameter in parameters)
     frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
     here = sum(local_part(parameter).numel() for parameter in parameters)
@@ -133,7 +133,7 @@ def tied_groups(model: nn.Module) -> list[list[str]]:
 def _precision(config: Config, models: Sequence[nn.Module]) -> str:
     dtypes = Counter[torch.dtype]()
     for model in models:
-        for parameter in model.parameters():
+        for parameter in every_parameter(model):
             dtypes[parameter.dtype] += parameter.numel()
     kept = " and ".join(_dtype(dtype) for dtype, _ in dtypes.most_common()) or "none"
     mixed = precision.of(config)

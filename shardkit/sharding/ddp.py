@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from shardkit.config.schema import Config, DdpConfig
+from shardkit.distributed.tensors import every_parameter
 from shardkit.errors import ModelError, UsageError
 from shardkit.sharding import ddp_hooks, precision
 from shardkit.sharding.gradient_sync import EndOfBackward, GradientMean, sync_with_model, take_mean_, watch_backward
@@ -45,7 +46,7 @@ class Replica(DistributedDataParallel):
         self._may_be_unused = settings["find_unused_parameters"] or section.static_graph
         self.at_end_of_backward: list[Callable[[], None]] = []
         self._engage(model)
-        self._watch = EndOfBackward(model.parameters(), self._after_backward)
+        self._watch = EndOfBackward(every_parameter(model), self._after_backward)
         self.register_load_state_dict_pre_hook(_with_prefix)
         self._takes_attributes = True  # from now on those that are not its own are the inner model's
 
@@ -62,7 +63,7 @@ class Replica(DistributedDataParallel):
         self._group_after_reducer = self.process_group
         self.broadcast_buffers = self._section.broadcast_buffers
         vars(self).update(mine)
-        self._all = list(model.parameters())
+        self._all = list(every_parameter(model))
         self._kinds = self._present_kinds()
         # Of each parameter that torch's reducer reduces, its number there.
         trained = [p for p in self._all if p.requires_grad]
@@ -97,10 +98,14 @@ class Replica(DistributedDataParallel):
         else:
             super().__setattr__(name, value)
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of the inner model, whose class may redefine which they are."""
+        return iter(self.module.parameters()) if recurse else super().parameters(recurse=False)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A replica of a copy of the model, as torch's copy is one: an average of the weights keeps their names."""
         copied = copy.deepcopy(self.module, memo)
-        if not any(p.requires_grad for p in copied.parameters()):
+        if not any(p.requires_grad for p in every_parameter(copied)):
             return copied
         return Replica(copied, self._reduce_in, self._section, **self._settings)
 
@@ -275,8 +280,8 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
     if config.mode != "ddp" or process.world_size == 1:
         return model
     may_be_unused, section = config.shardkit.ddp_find_unused_parameters, config.shardkit.ddp
-    if not any(p.requires_grad for p in model.parameters()):
-        means = GradientMean(model.parameters(), may_be_unused)
+    if not any(p.requires_grad for p in every_parameter(model)):
+        means = GradientMean(every_parameter(model), may_be_unused)
         sync_with_model(model, means)
         watch_backward(model, lambda arrived: means.reduce())
         take_names_of_replicas(model)

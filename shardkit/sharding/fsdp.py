@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from shardkit.config.meaning import reshards_after_forward
 from shardkit.config.schema import BackwardPrefetch, Config, FsdpConfig
 from shardkit.distributed import accelerators
-from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, sharded_like
+from shardkit.distributed.tensors import every_parameter, is_dtensor, local_part, local_slices, sharded_like
 from shardkit.errors import ModelError, UsageError
 from shardkit.model.cut import shard_dim
 from shardkit.sharding import (
@@ -57,7 +57,7 @@ def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offl
     _move(units.replicated.values(), accelerators.current(mesh.device_type))
     managed = {id(p): unit.fqn for unit in units.units for p in unit.parameters.values()}
     for unit in units.units:
-        elsewhere = {p for p in unit.module.parameters() if managed.get(id(p), unit.fqn) != unit.fqn}
+        elsewhere = {p for p in every_parameter(unit.module) if managed.get(id(p), unit.fqn) != unit.fqn}
         _make_contiguous(unit.parameters.values())
         if unit.keeps_dtype:
             policy = _apart_policy(mixed, _dtype_of(unit))
@@ -168,7 +168,7 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
     vars(model)["__reduce_ex__"] = _refuse_pickling
     vars(model)["_apply"] = partial(_apply_in_place, model)
     for module in model.modules():  # a script may load a part of the model: model.encoder.load_state_dict(...)
-        if any(map(is_dtensor, module.parameters())):
+        if any(map(is_dtensor, every_parameter(module))):
             module.register_load_state_dict_pre_hook(_shard_what_is_loaded)
     shared = fsdp_unit.adopt(model, _carry_to_gathered)
     fsdp_unit.finish(model, compiled)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
+from shardkit.distributed.tensors import every_parameter
 from shardkit.log import get_logger
 
 # The newest torch whose private parts were read; `make test-newest` runs the tests on it.
@@ -86,7 +87,7 @@ def modules_below(state: Any) -> Iterator[nn.Module]:
 
     def below(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
-            if any(id(parameter) in managed for parameter in child.parameters()):
+            if any(id(parameter) in managed for parameter in every_parameter(child)):
                 yield child
                 yield from below(child)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardkit.distributed.tensors import is_fsdp
+from shardkit.distributed.tensors import every_parameter, is_fsdp
 from shardkit.errors import UsageError
 from shardkit.sharding import hooks
 
@@ -168,7 +168,7 @@ def sync_with_model(model: nn.Module, means: GradientMean) -> None:
 
 def watch_backward(model: nn.Module, then: Callable[[list[torch.Tensor]], None]) -> None:
     """As EndOfBackward for the model's parameters, as long as the model exists."""
-    vars(model).setdefault("_shardkit_backward", _Watches()).append(EndOfBackward(model.parameters(), then))
+    vars(model).setdefault("_shardkit_backward", _Watches()).append(EndOfBackward(every_parameter(model), then))
 
 
 class _Watches(list[EndOfBackward]):
@@ -218,7 +218,7 @@ def deferred(model: nn.Module) -> AbstractContextManager[None]:
 def reduce_deferred(model: nn.Module) -> None:
     """Under DDP, reduce the gradients that `deferred` left on each rank, if no further backward follows. Collective."""
     if isinstance(model, DistributedDataParallel):
-        reached = [p for p in model.module.parameters() if p.requires_grad or p.grad is not None]
+        reached = [p for p in every_parameter(model.module) if p.requires_grad or p.grad is not None]
         take_mean_(reached, model.find_unused_parameters)
 
 
@@ -267,7 +267,7 @@ def _parameters_of(group: Any) -> list[nn.Parameter]:
 
 def has_gradients(model: nn.Module) -> bool:
     """Whether any parameter has a gradient, also one that `deferred` or `no_sync` has not reduced yet."""
-    if any(parameter.grad is not None for parameter in model.parameters()):
+    if any(parameter.grad is not None for parameter in every_parameter(model)):
         return True
     if not (groups := _groups_of(model)):
         return False

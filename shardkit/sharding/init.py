@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.distributed import control
-from shardkit.distributed.tensors import clean_name, is_dtensor, put
+from shardkit.distributed.tensors import clean_name, every_parameter, is_dtensor, put
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
 from shardkit.sharding.units import LiveUnit
@@ -127,7 +127,7 @@ def allocate(model: nn.Module, where: Callable[[str, torch.Tensor], torch.device
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = real(buffer)
-    if any(is_dtensor(p) and p.is_meta for p in model.parameters()):
+    if any(is_dtensor(p) and p.is_meta for p in every_parameter(model)):
         model._apply(lambda tensor: real(tensor) if is_dtensor(tensor) else tensor)
 
 

@@ -200,8 +200,13 @@ def _unfit(model: nn.Module, config: Config) -> list[str]:
     """Problems of a model that cannot be parallelized."""
     wrapped = next((m for m in model.modules() if is_fsdp(m) or isinstance(m, DistributedDataParallel)), None)
     if wrapped is not None:
-        what = f"sharded {type(wrapped).__name__}" if is_fsdp(wrapped) else type(wrapped).__name__
-        return [f"model: is already parallel (got a {what} in it); give the unwrapped model, once."]
+        name = type(wrapped).__name__
+        if is_fsdp(wrapped):
+            return [
+                f"model: is already sharded (got a sharded {name} in it), by the script or by an Accelerator with "
+                "other settings; build the model anew, and prepare it once."
+            ]
+        return [f"model: is already parallel (got a {name} in it); give the unwrapped model, once."]
     lazy = [fqn for fqn, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     problems = [f"model: {fqn} has no shape yet; run one batch through the model first." for fqn in lazy]
     if config.mode == "fsdp":

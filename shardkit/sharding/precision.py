@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from shardkit.config.meaning import WIDE, dtypes, eight_bits
 from shardkit.config.schema import Config
 from shardkit.distributed import accelerators, control
+from shardkit.distributed.tensors import every_parameter
 from shardkit.errors import MachineError
 from shardkit.log import get_logger
 from shardkit.model.cut import trained_dtype
@@ -160,7 +161,7 @@ def cast_between(model: nn.Module, units: Units, dtype: torch.dtype) -> None:
     inside_ignored = {id(inner) for module in units.ignored.values() for inner in module.modules()}
     heads = {id(unit.module) for unit in units.units}
     for module in units.ignored.values():
-        own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+        own = next((p.dtype for p in every_parameter(module) if p.is_floating_point()), torch.float32)
         _cast_inputs(module, own)
         module.register_forward_hook(lambda _module, _args, output: _cast(output, dtype))
     for module in model.modules():

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardkit.config import xla as settings
 from shardkit.config.schema import Config
 from shardkit.distributed import xla
+from shardkit.distributed.tensors import every_parameter
 from shardkit.sharding import activation, hooks, parameters
 from shardkit.sharding.units import Units
 
@@ -27,7 +28,7 @@ def shard(model: nn.Module, units: Units, blocks: Iterable[nn.Module], config: C
     Every process of the run must call it, with equal values.
     """
     replicated = {id(p) for p in units.replicated.values()}
-    _move(model, replicated if settings.shards(config) else {id(p) for p in model.parameters()})
+    _move(model, replicated if settings.shards(config) else {id(p) for p in every_parameter(model)})
     if settings.recomputes(config):
         activation.change_blocks(model, blocks, _recompute, config.shardkit.recompute_every)
     for unit in units.units:  # the last is the model

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.loops.net import Net, adam, evaluate, loss_of, started, train
-from tests.loops.run import BATCH, BY_SIZE, LOOPS, Loop, Run, loop, whole
+from tests.loops.net import Net, adam, cross_entropy, evaluate, loss_of, started, train
+from tests.loops.run import BATCH, BY_SIZE, LOOPS, WORDS, Loop, Run, loop, whole
 
 
 class Averages:
@@ -377,3 +377,35 @@ def state_dict_of_the_optimizer_loaded(run: Run) -> None:
         for p, value in zip(model.parameters(), weights, strict=True):
             p.copy_(value)
     train(run, model, optimizer, 10)
+
+
+class Adversarial(Net):
+    """A network with its critic, which `parameters()` leaves out, as models with their discriminator do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(WORDS, 7), nn.Tanh(), nn.Linear(7, 1))
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return (p for name, p in self.named_parameters(recurse=recurse) if not name.startswith("critic."))
+
+    def forward(self, tokens: torch.Tensor, of_critic: bool = False) -> torch.Tensor:
+        logits = super().forward(tokens[:, :-1])
+        if of_critic:
+            return self.critic(logits.detach()).pow(2).mean() - self.critic(logits.detach()).mean()
+        return cross_entropy(logits, tokens) - 0.1 * self.critic(logits).mean()
+
+
+@loop(shardkit={"ddp_find_unused_parameters": True})
+def a_model_whose_parameters_leave_some_out(run: Run) -> None:
+    torch.manual_seed(0)
+    model = Adversarial()
+    model, own, critics = run.prepare(model, adam(model.parameters()), adam(model.critic.parameters()))
+    for step in range(run.steps):
+        for optimizer, trained in ((own, model), (critics, run.unwrap(model).critic)):
+            loss = model(run.batch(step), of_critic=optimizer is critics)
+            run.backward(loss)
+            run.clip(trained.parameters(), 1.0)
+            run.step(optimizer)
+            critics.zero_grad()
+            run.see_mean(loss)

@@ -65,6 +65,23 @@ def folds(run: Run) -> None:
             run.free()
 
 
+@loop(accumulation=2)
+def another_accelerator_goes_on(run: Run) -> None:
+    """Libraries make one for each call of their train() or evaluate(), and give it the model of the call before."""
+    model, optimizer = started(run)
+    for phase in range(3):
+        for step in range(run.steps):
+            with run.accumulate(model):
+                loss = loss_of(model, run.batch(10 * phase + step))
+                run.backward(loss)
+                if run.is_step:
+                    run.clip(model.parameters(), 1.0)
+                run.step(optimizer)
+            run.see_mean(loss)
+        run.start_again()
+        model, optimizer = run.prepare(run.unwrap(model), optimizer)
+
+
 @loop()
 def a_forward_that_raised(run: Run) -> None:
     """An exception in the middle of forward, caught; the step is tried again."""

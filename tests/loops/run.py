@@ -143,6 +143,10 @@ class Run:
     def free(self) -> None:
         self.models.clear()
 
+    def start_again(self) -> None:
+        """Another Accelerator, as where a function that makes its own is called twice."""
+        self.models.clear()
+
     def weights(self) -> dict[str, torch.Tensor]:
         return {f"{i}.{fqn}": whole(t) for i, model in enumerate(self.models) for fqn, t in named(self.unwrap(model))}
 
@@ -208,6 +212,10 @@ class RanksRun(Run):
     def free(self) -> None:
         super().free()
         self.accelerator.free_memory()
+
+    def start_again(self) -> None:
+        super().start_again()
+        self.accelerator = Accelerator(config=self.accelerator.config)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
