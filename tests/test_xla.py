@@ -366,6 +366,70 @@ def test_a_copy_has_parameters_of_its_own_and_what_would_lose_them_is_refused(tm
     ]
 
 
+BARRIERS = """
+import warnings, torch
+from torch import nn
+from shardkit import Accelerator
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, batch):
+        batch["x"] *= 1.5
+        batch["x"] = self.down(torch.tanh(self.up(batch["x"])))
+        return batch
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(8, 8), nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x):
+        batch = {"x": self.first(x)}
+        for block in self.blocks:
+            batch = block(batch)
+            batch["x"] += 0.5
+        return batch["x"]
+
+
+def gradients(model, device):
+    model(torch.linspace(-1, 1, 32, device=device).view(4, 8)).square().mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+accelerator = Accelerator(config={"distributed_type": "XLA", "xla": True, "use_cpu": True, "num_processes": 4})
+import torch_xla
+torch.manual_seed(0)
+model = Net()
+expected = gradients(model, "cpu")
+model = accelerator.prepare(model)
+model.zero_grad()
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    found = gradients(model, accelerator.device)
+    print(torch_xla._XLAC._get_xla_tensors_hlo(found).count("opt-barrier("))
+    torch.testing.assert_close([one.cpu() for one in found], expected)
+    model.zero_grad()
+    model.first.requires_grad_(False)
+    found = gradients(model, accelerator.device)
+    print(torch_xla._XLAC._get_xla_tensors_hlo(found).count("opt-barrier("))
+    torch.testing.assert_close([one.cpu() for one in found], expected[2:])
+"""
+
+
+@pytest.mark.parametrize("_", [on_xla(None)])
+def test_the_backward_of_units_is_compiled_by_itself_whatever_they_do_with_tensors(tmp_path, _):
+    done = subprocess.run(
+        [sys.executable, "-c", BARRIERS], capture_output=True, text=True, timeout=280, cwd=tmp_path, env=variables()
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["3", "2"]  # what is before the first block needs no gradient at last
+
+
 @pytest.mark.parametrize("part", [on_xla(number) for number in range(24)])
 def test_loops_that_people_write_are_plain_torch(tmp_path, part):
     loops_part(tmp_path, "xla", part, 24)

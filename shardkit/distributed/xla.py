@@ -197,9 +197,9 @@ def _replace(tensor: torch.Tensor, by: torch.Tensor) -> None:
         torch._functionalize_commit_update(tensor)  # else views of it (`detach()`, `t()`) are made of what was there
 
 
-def optimization_barrier(module: torch.nn.Module) -> None:
-    """Keeps the compiler from fusing the module's backward with what is around it."""
-    import_module("torch_xla.distributed.spmd.xla_sharding").apply_backward_optimization_barrier(module)
+def optimization_barrier_(tensors: list[torch.Tensor]) -> None:
+    """Keeps the compiler from fusing what computes these tensors with what is computed of them, in place."""
+    import_module("torch_xla.core.xla_model").optimization_barrier_(tensors)
 
 
 def checkpoint(function: Any, *args: Any) -> Any:

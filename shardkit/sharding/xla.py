@@ -36,8 +36,8 @@ def shard(model: nn.Module, units: Units, blocks: Iterable[nn.Module], config: C
         return
     for unit in units.units:
         unit.module.register_forward_hook(_split_outputs)
-        if unit.fqn:  # the root's outputs may be of any class, which torch's full backward hooks do not support
-            xla.optimization_barrier(unit.module)
+        if unit.fqn:  # what is before the root has no backward
+            unit.module.register_forward_pre_hook(_compile_backward_alone, with_kwargs=True)
     model.register_load_state_dict_post_hook(_spread_what_was_loaded)
     vars(model)["_shardkit_spread"] = [p for p in model.parameters() if xla.is_spread(p)]
 
@@ -70,6 +70,19 @@ def _on_devices(tensor: torch.Tensor, is_spread: bool) -> torch.Tensor:
     for gradient_hook in (tensor._backward_hooks or {}).values():  # such hooks need whole gradients, which XLA has
         new.register_hook(gradient_hook)
     return new
+
+
+def _compile_backward_alone(unit: nn.Module, args: Any, kwargs: Any) -> None:
+    """Keep the compiler from fusing a unit's backward with that of the units before it. torch_xla does so by torch's
+    full backward hooks, under which neither inputs nor outputs can be changed in place."""
+
+    def barrier(gradient: torch.Tensor) -> None:
+        xla.optimization_barrier_([gradient, *(p.grad for p in unit.parameters() if p.grad is not None)])
+
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and xla.is_xla(leaf) and leaf.grad_fn is not None:
+            leaf.register_hook(barrier)
+            return  # its gradient is the last that is computed
 
 
 def _split_outputs(_: nn.Module, __: Any, output: Any) -> None:
