@@ -430,6 +430,84 @@ def test_the_backward_of_units_is_compiled_by_itself_whatever_they_do_with_tenso
     assert done.stdout.splitlines() == ["3", "2"]  # what is before the first block needs no gradient at last
 
 
+ATTENTION = """
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from shardkit import Accelerator
+
+
+class Attention(nn.Linear):
+    def forward(self, x):
+        q, k, v = super().forward(x).chunk(3, -1)
+        return scaled_dot_product_attention(q * x.cos(), k * x.sin(), v, is_causal=True)
+
+
+def outcome(model, x):
+    found = model(x)
+    found.square().mean().backward()
+    return [one.detach().float().cpu() for one in (found, *(p.grad for p in model.parameters()))]
+
+
+settings = {"distributed_type": "XLA", "xla": True, "use_cpu": True, "num_processes": 4, "mixed_precision": "bf16"}
+accelerator = Accelerator(config=settings)
+torch.manual_seed(0)
+model, x = Attention(8, 24), torch.linspace(-1, 1, 96).view(4, 3, 8)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    expected = outcome(model, x)
+model = accelerator.prepare(model)
+model.zero_grad()
+torch.testing.assert_close(outcome(model, x.to(accelerator.device)), expected, atol=0.01, rtol=0.01)
+with torch.autocast("xla", dtype=torch.bfloat16):
+    print(scaled_dot_product_attention(*[torch.ones(1, 4, 8, device=accelerator.device)] * 3).dtype)
+print(scaled_dot_product_attention(*[torch.ones(1, 4, 8, device=accelerator.device)] * 3).dtype)
+"""
+
+
+@pytest.mark.parametrize("_", [on_xla(None)])
+def test_attention_is_in_bf16_where_queries_are_not(tmp_path, _):
+    done = subprocess.run(
+        [sys.executable, "-c", ATTENTION], capture_output=True, text=True, timeout=280, cwd=tmp_path, env=variables()
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["torch.bfloat16", "torch.float32"]
+
+
+GATHERED = """
+import torch
+from shardkit import Accelerator
+from shardkit.distributed import xla
+
+settings = {"distributed_type": "XLA", "use_cpu": True, "num_processes": 4, "xla": True}
+for strategy in (1, 4):
+    mesh = {"mesh": {"shard_size": 2}} if strategy == 4 else {}
+    Accelerator(config={**settings, "fsdp_config": {"fsdp_sharding_strategy": strategy}, "shardkit": mesh})
+    import torch_xla.debug.metrics as metrics
+    for shape in [(5, 3), (8, 8), (2,), (1, 1), (3, 7), (6, 1, 2)]:
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+            host = (torch.randn(shape) * 5).to(dtype)
+            found = [xla.to_host(xla.send(host, spec)) for spec in (None, xla.shard_spec(shape))]
+            assert all(one.dtype == dtype and torch.equal(one, host) for one in found), (shape, dtype)
+    print(metrics.metric_data("CompileTime"))
+    host = torch.randn(8, 4)
+    sent = xla.send(host, xla.shard_spec(host.shape)).requires_grad_()
+    assert torch.equal(xla.to_host(sent.t()), host.t())
+    with torch.no_grad():
+        sent.mul_(2)
+    assert torch.equal(xla.to_host(sent), host * 2)
+    metrics.clear_metrics()
+"""
+
+
+@pytest.mark.parametrize("_", [on_xla(None)])
+def test_what_is_spread_is_put_together_in_host_memory_without_a_compilation(tmp_path, _):
+    done = subprocess.run(
+        [sys.executable, "-c", GATHERED], capture_output=True, text=True, timeout=280, cwd=tmp_path, env=variables()
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["None", "None"]
+
+
 @pytest.mark.parametrize("part", [on_xla(number) for number in range(24)])
 def test_loops_that_people_write_are_plain_torch(tmp_path, part):
     loops_part(tmp_path, "xla", part, 24)

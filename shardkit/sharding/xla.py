@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardkit.config import xla as settings
 from shardkit.config.schema import Config
 from shardkit.distributed import xla
+from shardkit.distributed.tensors import outside_inference_mode
 from shardkit.sharding import activation, hooks, parameters
 from shardkit.sharding.units import Units
 
@@ -87,9 +88,11 @@ def _compile_backward_alone(unit: nn.Module, args: Any, kwargs: Any) -> None:
 
 def _split_outputs(_: nn.Module, __: Any, output: Any) -> None:
     """Annotate a unit's outputs as sharded along the batch, so that the compiler gathers the unit's parameters instead
-    of its activations."""
+    of its activations. A weight that it gives, too, keeps its layout: with another, each step is compiled anew."""
     for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor) and xla.is_xla(leaf) and (spec := xla.batch_spec(leaf)) is not None:
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, nn.Parameter) or not xla.is_xla(leaf):
+            continue
+        if (spec := xla.batch_spec(leaf)) is not None:
             xla.lay_out(leaf, spec)
 
 
@@ -104,7 +107,7 @@ def _without_inference_mode(_: nn.Module, forward: Any, *args: Any, **kwargs: An
     outside, such as weights. Outputs are made inside."""
     if not torch.is_inference_mode_enabled():
         return forward(*args, **kwargs)
-    with torch.inference_mode(False), torch.no_grad():
+    with outside_inference_mode():
         output = forward(*args, **kwargs)
     return tree_map(lambda one: one.clone() if isinstance(one, torch.Tensor) else one, output)
 
