@@ -484,14 +484,19 @@ from shardkit.distributed import xla
 settings = {"distributed_type": "XLA", "use_cpu": True, "num_processes": 4, "xla": True}
 for strategy in (1, 4):
     mesh = {"mesh": {"shard_size": 2}} if strategy == 4 else {}
-    Accelerator(config={**settings, "fsdp_config": {"fsdp_sharding_strategy": strategy}, "shardkit": mesh})
+    fsdp = {"fsdp_config": {"fsdp_sharding_strategy": strategy}}
+    accelerator = Accelerator(config={**settings, **fsdp, "shardkit": mesh})
     import torch_xla.debug.metrics as metrics
     for shape in [(5, 3), (8, 8), (2,), (1, 1), (3, 7), (6, 1, 2)]:
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
             host = (torch.randn(shape) * 5).to(dtype)
             found = [xla.to_host(xla.send(host, spec)) for spec in (None, xla.shard_spec(shape))]
             assert all(one.dtype == dtype and torch.equal(one, host) for one in found), (shape, dtype)
+    model = accelerator.prepare(torch.nn.Linear(8, 5))
+    accelerator.save_state(f"state-{strategy}")
+    accelerator.get_state_dict(model)
     print(metrics.metric_data("CompileTime"))
+    accelerator.free_memory()
     host = torch.randn(8, 4)
     sent = xla.send(host, xla.shard_spec(host.shape)).requires_grad_()
     assert torch.equal(xla.to_host(sent.t()), host.t())

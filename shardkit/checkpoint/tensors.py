@@ -92,7 +92,8 @@ def pieces_to_write(index: Index, section: str, tensors: dict[str, torch.Tensor]
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """The view of a box of a tensor."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
+        if size != tensor.shape[dim]:  # else itself: on XLA devices a view of it is computed
+            tensor = tensor.narrow(dim, offset, size)
     return tensor
 
 
