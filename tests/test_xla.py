@@ -366,6 +366,156 @@ def test_a_copy_has_parameters_of_its_own_and_what_would_lose_them_is_refused(tm
     ]
 
 
+BARRIERS = """
+import warnings, torch
+from torch import nn
+from shardkit import Accelerator
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 4), nn.Linear(4, 8)
+
+    def forward(self, batch):
+        batch["x"] *= 1.5
+        batch["x"] = self.down(torch.tanh(self.up(batch["x"])))
+        batch["weight"] = self.up.weight
+        return batch
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(8, 8), nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x):
+        batch = {"x": self.first(x)}
+        for block in self.blocks:
+            batch = block(batch)
+            batch["x"] += 0.5
+        return batch["x"]
+
+
+def gradients(model, device):
+    model(torch.linspace(-1, 1, 32, device=device).view(4, 8)).square().mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+accelerator = Accelerator(config={"distributed_type": "XLA", "xla": True, "use_cpu": True, "num_processes": 4})
+import torch_xla
+torch.manual_seed(0)
+model = Net()
+expected = gradients(model, "cpu")
+model = accelerator.prepare(model)
+model.zero_grad()
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    before = [torch_xla._XLAC._get_xla_sharding_spec(p) for p in model.parameters()]
+    found = gradients(model, accelerator.device)
+    print([torch_xla._XLAC._get_xla_sharding_spec(p) for p in model.parameters()] == before)
+    print(torch_xla._XLAC._get_xla_tensors_hlo(found).count("opt-barrier("))
+    torch.testing.assert_close([one.cpu() for one in found], expected)
+    model.zero_grad()
+    model.first.requires_grad_(False)
+    found = gradients(model, accelerator.device)
+    print(torch_xla._XLAC._get_xla_tensors_hlo(found).count("opt-barrier("))
+    torch.testing.assert_close([one.cpu() for one in found], expected[2:])
+"""
+
+
+@pytest.mark.parametrize("_", [on_xla(None)])
+def test_the_backward_of_units_is_compiled_by_itself_whatever_they_do_with_tensors(tmp_path, _):
+    done = subprocess.run(
+        [sys.executable, "-c", BARRIERS], capture_output=True, text=True, timeout=280, cwd=tmp_path, env=variables()
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["True", "3", "2"]  # what is before the first block needs no gradient at last
+
+
+ATTENTION = """
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from shardkit import Accelerator
+
+
+class Attention(nn.Linear):
+    def forward(self, x):
+        q, k, v = super().forward(x).chunk(3, -1)
+        return scaled_dot_product_attention(q * x.cos(), k * x.sin(), v, is_causal=True)
+
+
+def outcome(model, x):
+    found = model(x)
+    found.square().mean().backward()
+    return [one.detach().float().cpu() for one in (found, *(p.grad for p in model.parameters()))]
+
+
+settings = {"distributed_type": "XLA", "xla": True, "use_cpu": True, "num_processes": 4, "mixed_precision": "bf16"}
+accelerator = Accelerator(config=settings)
+torch.manual_seed(0)
+model, x = Attention(8, 24), torch.linspace(-1, 1, 96).view(4, 3, 8)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    expected = outcome(model, x)
+model = accelerator.prepare(model)
+model.zero_grad()
+torch.testing.assert_close(outcome(model, x.to(accelerator.device)), expected, atol=0.01, rtol=0.01)
+with torch.autocast("xla", dtype=torch.bfloat16):
+    print(scaled_dot_product_attention(*[torch.ones(1, 4, 8, device=accelerator.device)] * 3).dtype)
+print(scaled_dot_product_attention(*[torch.ones(1, 4, 8, device=accelerator.device)] * 3).dtype)
+"""
+
+
+@pytest.mark.parametrize("_", [on_xla(None)])
+def test_attention_is_in_bf16_where_queries_are_not(tmp_path, _):
+    done = subprocess.run(
+        [sys.executable, "-c", ATTENTION], capture_output=True, text=True, timeout=280, cwd=tmp_path, env=variables()
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["torch.bfloat16", "torch.float32"]
+
+
+GATHERED = """
+import torch
+from shardkit import Accelerator
+from shardkit.distributed import xla
+
+settings = {"distributed_type": "XLA", "use_cpu": True, "num_processes": 4, "xla": True}
+for strategy in (1, 4):
+    mesh = {"mesh": {"shard_size": 2}} if strategy == 4 else {}
+    fsdp = {"fsdp_config": {"fsdp_sharding_strategy": strategy}}
+    accelerator = Accelerator(config={**settings, **fsdp, "shardkit": mesh})
+    import torch_xla.debug.metrics as metrics
+    for shape in [(5, 3), (8, 8), (2,), (1, 1), (3, 7), (6, 1, 2)]:
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+            host = (torch.randn(shape) * 5).to(dtype)
+            found = [xla.to_host(xla.send(host, spec)) for spec in (None, xla.shard_spec(shape))]
+            assert all(one.dtype == dtype and torch.equal(one, host) for one in found), (shape, dtype)
+    model = accelerator.prepare(torch.nn.Linear(8, 5))
+    accelerator.save_state(f"state-{strategy}")
+    accelerator.get_state_dict(model)
+    print(metrics.metric_data("CompileTime"))
+    accelerator.free_memory()
+    host = torch.randn(8, 4)
+    sent = xla.send(host, xla.shard_spec(host.shape)).requires_grad_()
+    assert torch.equal(xla.to_host(sent.t()), host.t())
+    with torch.no_grad():
+        sent.mul_(2)
+    assert torch.equal(xla.to_host(sent), host * 2)
+    metrics.clear_metrics()
+"""
+
+
+@pytest.mark.parametrize("_", [on_xla(None)])
+def test_what_is_spread_is_put_together_in_host_memory_without_a_compilation(tmp_path, _):
+    done = subprocess.run(
+        [sys.executable, "-c", GATHERED], capture_output=True, text=True, timeout=280, cwd=tmp_path, env=variables()
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["None", "None"]
+
+
 @pytest.mark.parametrize("part", [on_xla(number) for number in range(24)])
 def test_loops_that_people_write_are_plain_torch(tmp_path, part):
     loops_part(tmp_path, "xla", part, 24)

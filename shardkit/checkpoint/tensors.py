@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardkit.checkpoint.layout import Box, Chunk, Index, Mesh, TensorEntry, chunks_of, local_box
+from shardkit.distributed import xla
 from shardkit.distributed.tensors import is_composed, local_part
 from shardkit.errors import CheckpointError
 
@@ -91,7 +92,8 @@ def pieces_to_write(index: Index, section: str, tensors: dict[str, torch.Tensor]
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """The view of a box of a tensor."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
+        if size != tensor.shape[dim]:  # else itself: on XLA devices a view of it is computed
+            tensor = tensor.narrow(dim, offset, size)
     return tensor
 
 
@@ -121,6 +123,8 @@ class HostMemory:
         tensor = tensor.detach()
         if not isinstance(tensor, torch.Tensor) or tensor.is_cpu:  # `convert` has tensors that are still in a file
             return tensor.to("cpu").contiguous()
+        if xla.is_xla(tensor):
+            return xla.to_host(tensor)
         return self.room(tensor.dtype, tensor.shape).copy_(tensor)
 
     def room(self, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
@@ -134,7 +138,9 @@ class HostMemory:
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in new host memory, with the same strides."""
     tensor = tensor.detach()
-    if tensor.device.type in ("cpu", "xla") or is_composed(tensor):
+    if xla.is_xla(tensor):
+        return xla.to_host(tensor)
+    if tensor.is_cpu or is_composed(tensor):
         return tensor.cpu().clone()
     return torch.empty_like(tensor, device="cpu").zero_().copy_(tensor)  # see `empty` for the zeros
 

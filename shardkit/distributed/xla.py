@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch.amp.autocast_mode import _cast
 
 from shardkit import env
 from shardkit.config import xla as settings
@@ -45,6 +46,9 @@ class Devices:
 _started: list[Devices] = []
 """The devices, once they are started: for good, as long as the process lives. A later start may arrange them anew."""
 
+_registered: list[Any] = []
+"""What is registered with torch for as long as the process lives."""
+
 
 def is_started() -> bool:
     """Whether this process computes on XLA devices."""
@@ -69,6 +73,7 @@ def start(config: Config, processes: int) -> Devices:
         raise ConfigError(problems)
     if not _started:
         env.update(settings.variables(config, env.copy()))
+        _cast_attention()
     runtime = import_module("torch_xla.runtime")
     runtime.use_spmd()
     try:
@@ -88,6 +93,20 @@ def start(config: Config, processes: int) -> Devices:
     mesh = import_module("torch_xla.distributed.spmd").Mesh(numpy.arange(count), (sizes.replicate, sizes.shard), BATCH)
     _started[:] = [Devices(device, mesh, sizes.replicate, sizes.shard, processes)]
     return _started[0]
+
+
+def _cast_attention() -> None:
+    """Makes autocast cast the inputs of attention, as on other devices: torch_xla 2.9 leaves it out, and queries
+    in fp32 with values in bf16, which rotary embeddings make, are an error."""
+
+    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        args, kwargs = _cast((args, kwargs), "xla", torch.get_autocast_dtype("xla"))
+        with torch.autocast("xla", enabled=False):
+            return torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", attention, "AutocastXLA")
+    _registered.append(library)
 
 
 def flush() -> None:
@@ -174,6 +193,21 @@ def _send_part(host: torch.Tensor, spec: tuple[Any, ...]) -> torch.Tensor:
     return sent
 
 
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor in new host memory. A spread one is put together there, where this process has all of its parts:
+    torch_xla compiles a program for each tensor that it gathers, every time."""
+    if devices().processes > 1 or not is_spread(tensor):
+        return tensor.detach().cpu().clone()
+    native = import_module("_XLAC")
+    (parts,), (places,) = native._get_local_shards([tensor]), native._get_local_shard_replica_and_indices([tensor])
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    for (part, _), (_, place) in zip(parts, places, strict=True):
+        if place is Ellipsis:
+            return part
+        host[tuple(place)] = part[tuple(slice(one.stop - one.start) for one in place)]  # without XLA's padding
+    return host
+
+
 def like(host: torch.Tensor, example: torch.Tensor | None) -> torch.Tensor:
     """A tensor in host memory on the devices, spread as a parameter of its shape is."""
     fits = example is not None and is_xla(example) and example.shape == host.shape and is_spread(example)
@@ -188,7 +222,7 @@ def replace_(tensor: torch.Tensor, host: torch.Tensor) -> None:
 
 def spread_again_(tensor: torch.Tensor) -> None:
     """Spreads a parameter whose layout a `copy_` from host memory has lost, in place, by way of host memory."""
-    _replace(tensor, send(tensor.detach().cpu(), shard_spec(tensor.shape)))
+    _replace(tensor, send(to_host(tensor), shard_spec(tensor.shape)))
 
 
 def _replace(tensor: torch.Tensor, by: torch.Tensor) -> None:
@@ -197,9 +231,9 @@ def _replace(tensor: torch.Tensor, by: torch.Tensor) -> None:
         torch._functionalize_commit_update(tensor)  # else views of it (`detach()`, `t()`) are made of what was there
 
 
-def optimization_barrier(module: torch.nn.Module) -> None:
-    """Keeps the compiler from fusing the module's backward with what is around it."""
-    import_module("torch_xla.distributed.spmd.xla_sharding").apply_backward_optimization_barrier(module)
+def optimization_barrier_(tensors: list[torch.Tensor]) -> None:
+    """Keeps the compiler from fusing what computes these tensors with what is computed of them, in place."""
+    import_module("torch_xla.core.xla_model").optimization_barrier_(tensors)
 
 
 def checkpoint(function: Any, *args: Any) -> Any:

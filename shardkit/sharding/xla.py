@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardkit.config import xla as settings
 from shardkit.config.schema import Config
 from shardkit.distributed import xla
-from shardkit.distributed.tensors import every_parameter
+from shardkit.distributed.tensors import every_parameter, outside_inference_mode
 from shardkit.sharding import activation, hooks, parameters
 from shardkit.sharding.units import Units
 
@@ -37,8 +37,8 @@ def shard(model: nn.Module, units: Units, blocks: Iterable[nn.Module], config: C
         return
     for unit in units.units:
         unit.module.register_forward_hook(_split_outputs)
-        if unit.fqn:  # the root's outputs may be of any class, which torch's full backward hooks do not support
-            xla.optimization_barrier(unit.module)
+        if unit.fqn:  # what is before the root has no backward
+            unit.module.register_forward_pre_hook(_compile_backward_alone, with_kwargs=True)
     model.register_load_state_dict_post_hook(_spread_what_was_loaded)
     vars(model)["_shardkit_spread"] = [p for p in model.parameters() if xla.is_spread(p)]
 
@@ -73,11 +73,26 @@ def _on_devices(tensor: torch.Tensor, is_spread: bool) -> torch.Tensor:
     return new
 
 
+def _compile_backward_alone(unit: nn.Module, args: Any, kwargs: Any) -> None:
+    """Keep the compiler from fusing a unit's backward with that of the units before it. torch_xla does so by torch's
+    full backward hooks, under which neither inputs nor outputs can be changed in place."""
+
+    def barrier(gradient: torch.Tensor) -> None:
+        xla.optimization_barrier_([gradient, *(p.grad for p in unit.parameters() if p.grad is not None)])
+
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and xla.is_xla(leaf) and leaf.grad_fn is not None:
+            leaf.register_hook(barrier)
+            return  # its gradient is the last that is computed
+
+
 def _split_outputs(_: nn.Module, __: Any, output: Any) -> None:
     """Annotate a unit's outputs as sharded along the batch, so that the compiler gathers the unit's parameters instead
-    of its activations."""
+    of its activations. A weight that it gives, too, keeps its layout: with another, each step is compiled anew."""
     for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor) and xla.is_xla(leaf) and (spec := xla.batch_spec(leaf)) is not None:
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, nn.Parameter) or not xla.is_xla(leaf):
+            continue
+        if (spec := xla.batch_spec(leaf)) is not None:
             xla.lay_out(leaf, spec)
 
 
@@ -92,7 +107,7 @@ def _without_inference_mode(_: nn.Module, forward: Any, *args: Any, **kwargs: An
     outside, such as weights. Outputs are made inside."""
     if not torch.is_inference_mode_enabled():
         return forward(*args, **kwargs)
-    with torch.inference_mode(False), torch.no_grad():
+    with outside_inference_mode():
         output = forward(*args, **kwargs)
     return tree_map(lambda one: one.clone() if isinstance(one, torch.Tensor) else one, output)
 

@@ -52,6 +52,23 @@ def inner_modules_called_from_outside(run: Run) -> None:
         run.see_mean(loss)
 
 
+class ChangingOutputs(Net):
+    """It changes what its parts give."""
+
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for part in self.parts:
+            x = part(x)
+            x += 0.1
+        return self.norm(x)
+
+
+@loop()
+def outputs_of_units_changed_in_place(run: Run) -> None:
+    torch.manual_seed(0)
+    train(run, *started(run, ChangingOutputs()))
+
+
 def _odd_outputs(wrap: Callable[[Any], Any], unwrap: Callable[[Any], Any], blocks: bool) -> Any:
     """What forward returns is no tensor."""
 

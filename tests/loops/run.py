@@ -275,7 +275,7 @@ def config_of(strategy: int, one: Loop, device: str = "cpu", **fsdp: Any) -> Con
     world = 4 if device == "xla" else _world()
     sizes = {"replicate_size": 2, "shard_size": 2} if world == 4 else {"replicate_size": world, "shard_size": 1}
     return Config(
-        **({"distributed_type": "XLA"} if device == "xla" else {}),
+        **({"distributed_type": "XLA", "xla": True} if device == "xla" else {}),
         use_cpu=device in ("cpu", "xla"),
         num_processes=world,
         fsdp_config={"fsdp_sharding_strategy": strategy, **one.fsdp, **fsdp},
