@@ -353,6 +353,34 @@ def test_all_ranks_refuse_together(ranks):
     assert "rank 0" in str(caught.value) and "rank 1" in str(caught.value)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.is_in_place = nn.Linear(4, 4), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_in_place:
+            x *= 1.5
+        return self.inner(x if self.is_in_place else x * 1.5)
+
+
+def an_input_changed_in_place() -> str:
+    model = parallel(
+        nn.Sequential(nn.Linear(4, 4), Scaled()), config_for(2, fsdp_transformer_layer_cls_to_wrap="Scaled")
+    )
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 4))
+    model[1].is_in_place = False
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    return str(caught.value)
+
+
+def test_an_input_that_a_unit_changes_in_place_is_told(ranks):
+    (said, _) = ranks.run(2, an_input_changed_in_place)
+    assert said.startswith("forward: the input of a wrapped block is changed in place") and "write x = x * 2" in said
+
+
 def refusals() -> list[str]:
     twice = parallel(models.Gpt(), config_for(2))
     models_ = [twice, nn.Sequential(nn.LazyLinear(2)), nn.Sequential(nn.Embedding(4, 4, sparse=True)), models.Gpt()]

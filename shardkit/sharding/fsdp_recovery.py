@@ -1,5 +1,6 @@
 """FSDP2's units after a pass that did not end: an exception in forward or backward that the script caught."""
 
+import sys
 from typing import Any
 
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -19,7 +20,17 @@ def recover_if_broken_off(root: Any) -> None:
 def recover_if_raised(state: Any) -> None:
     """Called after a forward: resets the units if it raised; torch's post-forward hook has not run then."""
     if state._training_state == TrainingState.FORWARD:
+        _explain(sys.exc_info()[1])
         _recover(state)
+
+
+def _explain(error: BaseException | None) -> None:
+    """Replaces torch's text for an input that a forward has changed in place: it names a class of FSDP2's."""
+    if isinstance(error, RuntimeError) and "RegisterPostBackwardFunction" in str(error):
+        error.args = (
+            "forward: the input of a wrapped block is changed in place (got an operation such as x *= 2), and FSDP2 "
+            "needs it as it is; write x = x * 2, or inplace=False, or use strategy NO_SHARD.",
+        )
 
 
 def _recover(state: Any) -> None:
