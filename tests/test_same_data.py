@@ -107,7 +107,8 @@ STREAMS_AND_ORDERS = {
         Numbers(), batch_size=4, sampler=SubsetRandomSampler(range(int(os.environ["RANK"]), 40, 2))
     ),
     "a stream by RANK": lambda: DataLoader(OwnPart(), batch_size=4, collate_fn=numbers_of),
-    "a look of its own": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True),
+    "a loop of its own": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True),
+    "a look at one batch": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True),
     "a look inside the loop": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True),
     "a seeded sampler": lambda: DataLoader(Numbers(), batch_size=4, sampler=OwnRandom(5)),
     "a whole stream": lambda: DataLoader(LooksDifferent(), batch_size=4, collate_fn=numbers_of),
@@ -126,8 +127,9 @@ def first_steps(name: str) -> str:
     model = nn.Linear(1, 1)
     parts = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), STREAMS_AND_ORDERS[name]())
     model, optimizer, loader = parts
-    if name == "a look of its own" and accelerator.is_main_process:
-        next(iter(loader))
+    if name in ("a loop of its own", "a look at one batch") and accelerator.is_main_process:
+        for _ in zip(range(2 if "loop" in name else 1), loader, strict=False):
+            pass
     try:
         for _, batch in zip(range(2), loader, strict=False):
             if name == "a look inside the loop" and accelerator.is_main_process:
