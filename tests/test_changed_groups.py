@@ -85,7 +85,7 @@ def added_between_two_prepares(strategy: int) -> tuple[str, str]:
 def test_modules_put_into_a_sharded_model_are_refused_when_it_is_prepared_again(ranks):
     for without, text in ranks.run(2, added_between_two_prepares, 1):
         assert not without
-        assert "Shifted was sharded before free_memory, and parameters were added to it since (got head.weight" in text
+        assert "Shifted was sharded before, and parameters were added to it since (got head.weight" in text
         assert "build a new model with them, load the weights of this one (accelerator.save_model writes them)" in text
     assert ranks.run(2, added_between_two_prepares, 3) == [("", "")] * 2
 

@@ -1,5 +1,7 @@
 """Models, optimizers, schedulers and loaders that are prepared one by one, in any order, again, or cannot be."""
 
+import inspect
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -8,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from shardkit import Accelerator, init_empty_weights
 from shardkit.errors import UsageError
+from shardkit.runtime import summary
 from tests.training import BOTH, DDP, FULL, Model, Points, loss_of, one_step, parts, weights_of
 
 
@@ -214,6 +217,52 @@ def test_a_model_is_prepared_again_after_free_memory(ranks, alone):
         for found, on_rank in ranks.run(2, prepared_again, config, 4):
             assert on_rank == pytest.approx(rates)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def depths_of_calls(config: dict) -> tuple[list[int], str]:
+    """How many functions a block's forward lies in, for a model that is prepared by one Accelerator after the other;
+    and the strategy that is shown."""
+    config = config | {"fsdp_config": {"fsdp_activation_checkpointing": True}}
+    model, depths = Model(), []
+    model.blocks[0].register_forward_pre_hook(lambda *_: depths.append(len(inspect.stack(0))))
+    for _ in range(4):
+        accelerator = Accelerator(config=config)
+        prepared = accelerator.prepare(model)
+        prepared(torch.ones(2, 6))
+        model = accelerator.unwrap_model(prepared)
+    return depths, summary.text(accelerator._run)
+
+
+@pytest.mark.parametrize("config", BOTH)
+def test_blocks_are_changed_once_by_several_accelerators(ranks, config):
+    for depths, shown in ranks.run(2, depths_of_calls, config):
+        assert len(set(depths)) == 1
+        assert "activation checkpointing" in shown
+
+
+def weights_loaded_later(config: dict, path: str) -> list[list[torch.Tensor]]:
+    """Weights given for a model that is prepared already: for evaluation, for training, by an earlier Accelerator."""
+    found = []
+    for evaluates in (True, False):
+        accelerator = Accelerator(config=config)
+        model = accelerator.prepare_model(Model(), evaluation_mode=evaluates)
+        model = accelerator.prepare(model, weights=path)
+        found.append(weights_of(model))
+    model = accelerator.unwrap_model(model).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.zero_()
+    found.append(weights_of(Accelerator(config=config).prepare_model(model, weights=path)))
+    return found
+
+
+@pytest.mark.parametrize("config", BOTH)
+def test_a_model_that_is_prepared_already_gets_the_weights_of_a_later_call(ranks, tmp_path, config):
+    torch.manual_seed(11)
+    wanted = Model()
+    save_file(dict(wanted.named_parameters()), tmp_path / "model.safetensors")
+    for found in ranks.run(2, weights_loaded_later, config, str(tmp_path / "model.safetensors")):
+        for weights in found:
+            torch.testing.assert_close(weights, weights_of(wanted))
 
 
 def trained_without_a_prepared_model(config: dict, has_own_ddp: bool) -> tuple[list[torch.Tensor], str]:

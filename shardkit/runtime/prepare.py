@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, ref
+from weakref import ReferenceType, WeakMethod, ref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -18,10 +17,10 @@ from shardkit.distributed.tensors import every_parameter, is_composed, is_dtenso
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.log import get_logger
 from shardkit.optim import rebind
+from shardkit.runtime import distributed_model
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.run import Run, Taken
-from shardkit.sharding import precision
 from shardkit.sharding.original_parameters import ReleasedParameter
 from shardkit.wording import first_few
 
@@ -73,11 +72,13 @@ def for_evaluation(
     if kind_of(model) != "model":
         raise UsageError(f"prepare_model: not a module (got {type(model).__name__}); give a torch.nn.Module.")
     if model in run.evaluated or _prepared(run, model) is not None:
+        distributed_model.load(run, model, weights)
         return model
     if run.config.mode == "fsdp":
         _refuse_shared(run, [model])
     (moves,) = _placement(run, [model], [device_placement])
-    run.evaluated[model] = _distributed(run, model, weights, moves)
+    distributed_model.distributed(run, model, weights, moves)
+    run.evaluated.add(model)
     if run.config.mode == "ddp":
         from shardkit.sharding.ddp import take_names_of_replicas
 
@@ -187,58 +188,15 @@ def one_for_each(asked: Sequence[bool | None] | None, number: int) -> Sequence[b
     return asked
 
 
-def _distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) -> rebind.ParameterNames:
-    """Distributes the model, unless it is sharded: by this run before `free_memory`, or by an earlier Accelerator with
-    the same settings. Returns its parameters' names before."""
-    from shardkit.sharding.parallelize import distribute
-
-    if model not in run.sharded and (before := _sharded_before.get(model)) is not None and before[0] == _cut_of(run):
-        run.sharded[model] = before[1]
-    if model in run.sharded:
-        _refuse_added(model, run.sharded[model])
-        return run.sharded[model]
-    names = rebind.ParameterNames.of(model)
-    precision.autocast_forward(model, run.config, run.device)
-    if run.mesh is not None and not moves:
-        log.info("device_placement: no effect on %s: FSDP places its shards.", type(model).__name__)
-    distribute(model, run.config, run.mesh, run.process, None if weights is None else Path(weights), moves)
-    if run.mesh is not None:
-        run.sharded[model] = names
-        _sharded_before[model] = _cut_of(run), names
-    return names
-
-
-_sharded_before: WeakKeyDictionary[nn.Module, tuple[Any, rebind.ParameterNames]] = WeakKeyDictionary()
-"""Of each model that any Accelerator of this process has sharded: how, and its parameters' names before."""
-
-
-def _cut_of(run: Run) -> Any:
-    """What a model's shards depend on: equal values mean that a model is sharded as this run shards it."""
-    section = run.config.shardkit
-    return dist.group.WORLD, run.mesh, run.config.fsdp, precision.of(run.config), section.precision, section.compile
-
-
-def _refuse_added(model: nn.Module, known: rebind.ParameterNames) -> None:
-    """UsageError where parameters were added to a model since it was sharded."""
-    plain = {fqn: p for fqn, p in unwrapped(model).named_parameters() if not is_dtensor(p)}
-    added = [fqn for fqn, parameter in plain.items() if id(parameter) not in known.names]
-    if added:
-        raise UsageError(
-            f"prepare: {type(model).__name__} was sharded before free_memory, and parameters were added to it since "
-            f"(got {first_few(added, 3)}), which would be neither sharded nor reduced over ranks; build a new model "
-            "with them, load the weights of this one (accelerator.save_model writes them), and prepare the new model."
-        )
-
-
 def _model(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) -> nn.Module:
     if (known := _prepared(run, model)) is not None:
+        distributed_model.load(run, known, weights)
         return known
     from shardkit.sharding.ddp import replicate
     from shardkit.sharding.parallelize import at_end_of_backward
 
-    names = run.evaluated.pop(model, None)
-    if names is None:
-        names = _distributed(run, model, weights, moves)
+    run.evaluated.discard(model)
+    names = distributed_model.distributed(run, model, weights, moves)
     _warn_of_composed(run, model)
     parallel = model if run.mesh is not None else replicate(model, run.config, run.process)
     if parallel not in run.watched:

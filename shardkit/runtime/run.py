@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -88,13 +88,11 @@ class Run:
     is_announced: bool = False
     is_triggered: bool = False
     has_warned_of_empty_clip: bool = False
-    sharded: WeakKeyDictionary[nn.Module, rebind.ParameterNames] = field(default_factory=WeakKeyDictionary)
-    """Models that this run has sharded, also those dropped since, with the names of their parameters before."""
     watched: WeakSet[nn.Module] = field(default_factory=WeakSet)
     """Models whose backwards this run notes, also those dropped since."""
     models: list[nn.Module] = field(init=False)
-    evaluated: dict[nn.Module, rebind.ParameterNames] = field(init=False)
-    """Models prepared for evaluation, with the names of their parameters before."""
+    evaluated: set[nn.Module] = field(init=False)
+    """Models prepared for evaluation."""
     optimizers: list[AcceleratedOptimizer] = field(init=False)
     schedulers: list[AcceleratedScheduler] = field(init=False)
     loaders: list[PreparedLoader] = field(init=False)
@@ -116,7 +114,7 @@ class Run:
     def forget(self) -> None:
         """Drops all prepared objects; the step counters keep counting."""
         self.models, self.optimizers, self.schedulers = [], [], []
-        self.evaluated = {}
+        self.evaluated = set()
         self.loaders, self.registered, self.taken = [], [], []
         self.is_resumed = self.is_announced = self.is_triggered = False
         self.counters.forget_window()

@@ -56,28 +56,36 @@ def _world(process: Process, config: Config) -> str:
 
 
 def _strategy(config: Config, mesh: DeviceMesh | None) -> str:
+    return ", ".join([_division(config, mesh), *_extras(config, mesh)])
+
+
+def _division(config: Config, mesh: DeviceMesh | None) -> str:
+    """How models are divided."""
+    strategy = config.fsdp.sharding_strategy.value
     if config.mode == "single" or (config.mode == "ddp" and config.num_processes == 1):
         return "one process, plain torch"
     if config.mode == "ddp":
         return "DDP: a whole model on every rank"
     if config.mode == "xla":
-        return _on_xla(config)
+        here = xla.devices()
+        if not xla_settings.shards(config):
+            return f"XLA: a whole model on each of {counted(here.count, 'device')}"
+        return f"XLA {strategy}, devices {_mesh_of(here)}"
     assert mesh is not None
     axes = " x ".join(f"{name} {size}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    extras = [
-        *(["offload to host memory"] if config.fsdp.offload_params and mesh.device_type != "cpu" else []),
-        *(["activation checkpointing"] if config.fsdp.activation_checkpointing else []),
-        *(["compiled"] if config.shardkit.compile else []),
-    ]
-    return ", ".join([f"{config.fsdp.sharding_strategy.value}, mesh {axes}", *extras])
+    return f"{strategy}, mesh {axes}"
 
 
-def _on_xla(config: Config) -> str:
-    here = xla.devices()
-    recomputes = ["activation checkpointing"] if xla_settings.recomputes(config) else []
-    if not xla_settings.shards(config):
-        return ", ".join([f"XLA: a whole model on each of {counted(here.count, 'device')}", *recomputes])
-    return ", ".join([f"XLA {config.fsdp.sharding_strategy.value}, devices {_mesh_of(here)}", *recomputes])
+def _extras(config: Config, mesh: DeviceMesh | None) -> Iterator[str]:
+    """What models' blocks and parameters do besides."""
+    if mesh is not None and config.fsdp.offload_params and mesh.device_type != "cpu":
+        yield "offload to host memory"
+    if config.fsdp.activation_checkpointing or (config.mode == "xla" and xla_settings.recomputes(config)):
+        yield "activation checkpointing"
+    if config.shardkit.offload_activations:
+        yield "activations offloaded"
+    if config.shardkit.compile:
+        yield "compiled"
 
 
 def _is_spread(parameters: Sequence[torch.Tensor]) -> bool:

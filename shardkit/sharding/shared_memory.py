@@ -35,9 +35,10 @@ def pairs_in_same_memory(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def _has_own_memory(tensor: torch.Tensor) -> bool:
-    """Whether it has elements in memory: not on the meta device, fake, or of a class that holds them elsewhere."""
+    """Whether it has elements at an address: not on the meta device or XLA's, fake, or of a class that holds them
+    elsewhere."""
     if is_lazy(tensor) or is_dtensor(tensor) or hasattr(type(tensor), "__tensor_flatten__"):
         return False
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
-    return tensor.untyped_storage().device.type != "meta"  # which is also that of a fake tensor
+    return tensor.untyped_storage().device.type not in ("meta", "xla")  # meta is also that of a fake tensor

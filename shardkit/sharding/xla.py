@@ -39,7 +39,7 @@ def shard(model: nn.Module, units: Units, blocks: Iterable[nn.Module], config: C
         unit.module.register_forward_hook(_split_outputs)
         if unit.fqn:  # what is before the root has no backward
             unit.module.register_forward_pre_hook(_compile_backward_alone, with_kwargs=True)
-    model.register_load_state_dict_post_hook(_spread_what_was_loaded)
+    model.register_load_state_dict_post_hook(lambda model, _: spread_again(model))
     vars(model)["_shardkit_spread"] = [p for p in model.parameters() if xla.is_spread(p)]
 
 
@@ -96,9 +96,9 @@ def _split_outputs(_: nn.Module, __: Any, output: Any) -> None:
             xla.lay_out(leaf, spec)
 
 
-def _spread_what_was_loaded(model: nn.Module, _: Any) -> None:
-    """Shard parameters again: `load_state_dict` copies whole values together with their layout."""
-    for parameter in vars(model)["_shardkit_spread"]:
+def spread_again(model: nn.Module) -> None:
+    """Shard parameters again: a copy of whole values into them has given them its layout."""
+    for parameter in vars(model).get("_shardkit_spread", ()):
         xla.spread_again_(parameter)
 
 

@@ -1,0 +1,88 @@
+"""A model is distributed over the ranks once, whatever prepares it again: the same run, or another Accelerator."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn
+
+from shardkit.distributed.tensors import is_dtensor, unwrapped
+from shardkit.errors import UsageError
+from shardkit.log import get_logger
+from shardkit.optim import rebind
+from shardkit.runtime.run import Run
+from shardkit.sharding import precision
+from shardkit.wording import first_few
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class _Before:
+    cut: Any
+    names: rebind.ParameterNames
+
+
+_before: WeakKeyDictionary[nn.Module, _Before] = WeakKeyDictionary()
+"""Of each model that any Accelerator of this process has distributed: how, and its parameters' names before."""
+
+
+def distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) -> rebind.ParameterNames:
+    """Distributes the model, in place. Returns its parameters' names before. Collective.
+
+    A model that was distributed before with the same settings (before `free_memory`, for evaluation, or by an earlier
+    Accelerator) only gets `weights`, where given, and is moved to the rank's device unless it is sharded.
+    """
+    from shardkit.sharding import parallelize
+
+    names, cut, before = rebind.ParameterNames.of(model), _cut_of(run), _before.get(model)
+    is_sharded = run.mesh is not None or run.config.mode == "xla"
+    if before is not None and before.cut == cut:
+        if is_sharded:
+            names = before.names
+            _refuse_added(model, names)
+        else:
+            parallelize.place_again(model, run.config, run.process, moves)
+        load(run, model, weights)
+        return names
+    precision.autocast_forward(model, run.config, run.device)
+    if run.mesh is not None and not moves:
+        log.info("device_placement: no effect on %s: FSDP places its shards.", type(model).__name__)
+    parallelize.distribute(model, run.config, run.mesh, run.process, None if weights is None else Path(weights), moves)
+    _before[model] = _Before(cut, names)
+    return names
+
+
+def load(run: Run, model: nn.Module, weights: str | Path | None) -> None:
+    """Loads the weights, where given, into a model that is prepared, in place. Collective. Raises ModelError."""
+    if weights is not None:
+        from shardkit.sharding.parallelize import load_weights
+
+        load_weights(unwrapped(model), run.config, run.process, Path(weights))
+
+
+def _cut_of(run: Run) -> Any:
+    """What a model's parts depend on: equal values mean that a model is distributed as this run distributes it."""
+    config, section = run.config, run.config.shardkit
+    changes = (section.precision, section.compile, section.recompute, section.recompute_every)
+    return (
+        *(dist.group.WORLD, run.mesh, config.mode, config.fsdp, precision.of(config)),
+        *(*changes, section.offload_activations),
+    )
+
+
+def _refuse_added(model: nn.Module, known: rebind.ParameterNames) -> None:
+    """UsageError where parameters were added to a model since it was sharded."""
+    added = [
+        fqn
+        for fqn, parameter in unwrapped(model).named_parameters()
+        if id(parameter) not in known.names and not (is_dtensor(parameter) or parameter.device.type == "xla")
+    ]
+    if added:
+        raise UsageError(
+            f"prepare: {type(model).__name__} was sharded before, and parameters were added to it since (got "
+            f"{first_few(added, 3)}), which would be neither sharded nor reduced over ranks; build a new model "
+            "with them, load the weights of this one (accelerator.save_model writes them), and prepare the new model."
+        )
