@@ -212,6 +212,21 @@ def test_what_the_tools_and_schedulers_say_is_understood():
     assert scheduler({}) is None
 
 
+def test_ranks_that_run_are_counted_without_a_look_at_the_hardware(project, monkeypatch):
+    path = put(project / "shardkit.yaml", "distributed_type: FSDP\n")
+    monkeypatch.setattr(hardware_defaults, "detect", lambda: pytest.fail("the hardware is asked for"))
+    found = files.resolve(path, ranks=3)
+    assert found.config.num_processes == 3
+    assert str(found.origins["num_processes"]) == "found here: 3 ranks running"
+    assert files.resolve(path, {"num_processes": "2"}, defaults_for_hardware=False).config.num_processes == 2
+
+
+def test_a_missing_file_that_the_environment_names_is_told_with_the_variable(project, monkeypatch):
+    monkeypatch.setenv("SHARDKIT_CONFIG", str(project / "gone.yaml"))
+    with pytest.raises(ConfigError, match=r"gone.yaml: there is no such file \(named by \$SHARDKIT_CONFIG\); write"):
+        files.resolve()
+
+
 def test_this_machine_is_detected_within_its_limits():
     found = hardware.detect()
     assert found.cores >= 1 and found.memory_bytes > 2**20

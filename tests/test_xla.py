@@ -213,6 +213,15 @@ DEVICES = {"distributed_type": "XLA", "xla": True, "use_cpu": True, "num_process
 ALONE = {"distributed_type": "NO", "use_cpu": True}
 
 
+def printed_by(code: str, folder: Path) -> list[str]:
+    """The lines that Python code prints in a process of its own, on four XLA devices of the CPU."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=280, cwd=folder, env=variables()
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 def run(folder: Path, config: dict[str, Any], **order: Any) -> dict[str, Any]:
     """What one process reports that trained in this way."""
     number = len([*folder.glob("order-*.json")])
@@ -352,11 +361,7 @@ with torch.inference_mode():
 
 @pytest.mark.parametrize("_", [on_xla(None)])
 def test_a_copy_has_parameters_of_its_own_and_what_would_lose_them_is_refused(tmp_path, _):
-    done = subprocess.run(
-        [sys.executable, "-c", SHARED], capture_output=True, text=True, timeout=280, cwd=tmp_path, env=variables()
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    assert printed_by(SHARED, tmp_path) == [
         "model: 0.weight and 1.weight are different tensors in the same memory, which they would not share on XLA "
         "devices; give both modules the same parameter, or copy one of them (.clone()).",
         "model: it is a TorchScript module, whose parameters stay in host memory; give the module that it was made "
@@ -426,11 +431,11 @@ with warnings.catch_warnings():
 
 @pytest.mark.parametrize("_", [on_xla(None)])
 def test_the_backward_of_units_is_compiled_by_itself_whatever_they_do_with_tensors(tmp_path, _):
-    done = subprocess.run(
-        [sys.executable, "-c", BARRIERS], capture_output=True, text=True, timeout=280, cwd=tmp_path, env=variables()
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["True", "3", "2"]  # what is before the first block needs no gradient at last
+    assert printed_by(BARRIERS, tmp_path) == [
+        "True",
+        "3",
+        "2",
+    ]  # what is before the first block needs no gradient at last
 
 
 ATTENTION = """
@@ -469,11 +474,7 @@ print(scaled_dot_product_attention(*[torch.ones(1, 4, 8, device=accelerator.devi
 
 @pytest.mark.parametrize("_", [on_xla(None)])
 def test_attention_is_in_bf16_where_queries_are_not(tmp_path, _):
-    done = subprocess.run(
-        [sys.executable, "-c", ATTENTION], capture_output=True, text=True, timeout=280, cwd=tmp_path, env=variables()
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["torch.bfloat16", "torch.float32"]
+    assert printed_by(ATTENTION, tmp_path) == ["torch.bfloat16", "torch.float32"]
 
 
 GATHERED = """
@@ -509,11 +510,7 @@ for strategy in (1, 4):
 
 @pytest.mark.parametrize("_", [on_xla(None)])
 def test_what_is_spread_is_put_together_in_host_memory_without_a_compilation(tmp_path, _):
-    done = subprocess.run(
-        [sys.executable, "-c", GATHERED], capture_output=True, text=True, timeout=280, cwd=tmp_path, env=variables()
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["None", "None"]
+    assert printed_by(GATHERED, tmp_path) == ["None", "None"]
 
 
 @pytest.mark.parametrize("part", [on_xla(number) for number in range(24)])

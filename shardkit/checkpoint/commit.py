@@ -116,8 +116,8 @@ def _remove_replaced(old: Path, final: Path, save_id: str) -> None:
 
 def _moved(source: Path, target: Path) -> bool:
     """Moves a file of the script to the checkpoint that has replaced its own, unless that has the name."""
-    above = [folder for folder in target.parents if os.path.lexists(folder)]
-    if os.path.lexists(target) or not above[0].is_dir():
+    nearest = next(parent for parent in target.parents if os.path.lexists(parent))
+    if os.path.lexists(target) or not nearest.is_dir():
         return False
     target.parent.mkdir(parents=True, exist_ok=True)
     os.rename(source, target)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit import values
+from shardkit import values, wording
 from shardkit.checkpoint import faults, folder, manifest, optimizers, state, state_json, ties
 from shardkit.checkpoint.differences import KEEP, Difference
 from shardkit.checkpoint.fill import Saved
@@ -392,9 +392,9 @@ def _restore_random(checkpoint: Checkpoint, plan: Plan, control: ControlGroup, h
     random_state.derive_together(plan.common["seed"], checkpoint.manifest.step, control)
     if control.rank == 0:
         logger.warning(
-            "checkpoint: saved by %d ranks, loading on %d: %s are restored exactly; random generators are seeded from "
+            "checkpoint: saved by %s, loading on %d: %s are restored exactly; random generators are seeded from "
             "(seed, step, rank), alike on all ranks where they were.",
-            checkpoint.manifest.world_size,
+            wording.counted(checkpoint.manifest.world_size, "rank"),
             control.world_size,
             "weights, optimizer and data position" if has_loaders else "weights and optimizer",
         )

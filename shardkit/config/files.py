@@ -123,8 +123,9 @@ def resolve(
     path = path or find(folder or Path.cwd())
     given = [_without_address(_file_layer(path))] if path else []
     given += [environment_layer(), flag_layer(settings or {})]
-    below = [hardware_defaults.hardware_layer(combine(given).entries, has_file=path is not None, ranks=ranks)]
-    return _loaded(combine([*(below if defaults_for_hardware else []), *given]), path)
+    if defaults_for_hardware:
+        given.insert(0, hardware_defaults.hardware_layer(combine(given).entries, path is not None, ranks))
+    return _loaded(combine(given), path)
 
 
 def suggest(settings: Mapping[str, str] | None = None) -> LoadedConfig:
@@ -238,7 +239,8 @@ def text_of_file(path: Path) -> str:
             data = file.read(document.MAX_BYTES + 1)
     except OSError as error:
         what = "there is no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise ConfigError(f"{path}: {what}; {_what_to_do(path, error)}") from None
+        said_by = f" (named by ${env.CONFIG})" if path == env.config_path() else ""
+        raise ConfigError(f"{path}: {what}{said_by}; {_what_to_do(path, error)}") from None
     return document.decode(data, str(path))
 
 

@@ -8,6 +8,7 @@ from shardkit.config.keys import Path
 from shardkit.config.layers import Layer, Origin, SettingEntry
 from shardkit.config.scheduler import Scheduler, scheduler
 from shardkit.config.schema import read_bool, read_count, read_distributed_type
+from shardkit.wording import counted
 
 _COUNT = ("num_processes",)
 
@@ -18,7 +19,10 @@ def hardware_layer(given: Mapping[Path, SettingEntry], has_file: bool, ranks: in
     job = scheduler()
     values = for_job(job, given)
     words = f"found here: {job.name}" if job else ""
-    if _COUNT not in given or not has_file:
+    if has_file and ranks and _COUNT not in given:  # no hardware is asked for: that takes a second on a GPU machine
+        values[_COUNT] = ranks
+        words = f"found here: {counted(ranks, 'rank')} running"
+    elif _COUNT not in given or not has_file:
         hardware = detect()
         values = for_machines(hardware, given, ranks) if has_file else for_hardware(hardware, given, ranks)
         words = f"found here: {hardware.in_words}"

@@ -66,7 +66,7 @@ def configuration(config: Config, machine: Machine, variables: dict[str, str]) -
         Finding("configuration", problem.text.removeprefix("launch: "), Level.ERROR)
         for problem in preflight.run_problems(config, machine, variables)
     ]
-    ranks = f"{config.num_processes} ranks on {counted(config.num_machines, 'machine')}"
+    ranks = f"{counted(config.num_processes, 'rank')} on {counted(config.num_machines, 'machine')}"
     device = device_of(config)
     return found or [Finding("configuration", f"{ranks}, {machine.kind if device == 'cuda' else device}")]
 

@@ -27,6 +27,7 @@ from shardkit.doctor import machine, ranks_files
 from shardkit.doctor.findings import Finding, Level, as_json, from_json
 from shardkit.launch import names
 from shardkit.sizes import in_words
+from shardkit.wording import counted
 
 ROUNDS = 5
 SKEW_S = 1.0
@@ -54,7 +55,7 @@ def main() -> None:
     mine = {"machine": number, "host": socket.gethostname(), "facts": machine.facts(), "findings": as_json(own)}
     everyone = here.control.exchange(mine)
     found = [finding for rank in everyone for finding in from_json(rank["findings"])]
-    found += [Finding("meeting", f"{here.world_size} ranks through {here.backend}"), *versions(everyone)]
+    found += [Finding("meeting", f"{counted(here.world_size, 'rank')} through {here.backend}"), *versions(everyone)]
     say("compares the clocks and the folder")
     found += clocks(here.control, [rank["machine"] for rank in everyone])
     found += shared_folder(here, Path(env.get(ranks_files.FOLDER) or "."), [rank["machine"] for rank in everyone])

@@ -219,7 +219,8 @@ def show_problems(config: Config) -> list[Problem]:
     if not beyond:
         return []
     ranks = world_size_of(config)
-    return [Problem(f"launch: show: there is no rank {beyond[0]} (got {ranks} ranks, from 0 on); give existing ranks.")]
+    got = f"got {counted(ranks, 'rank')}, from 0 on"
+    return [Problem(f"launch: show: there is no rank {beyond[0]} ({got}); give existing ranks.")]
 
 
 def store_problems(config: Config) -> list[Problem]:

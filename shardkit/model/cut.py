@@ -197,10 +197,10 @@ def _by_class(root: ModuleNode, names: Sequence[str]) -> list[str]:
 
 def _missing_text(root: ModuleNode, name: str, present: set[str]) -> str:
     near = get_close_matches(name, present, 1)
-    hint = f"did you mean {near[0]}? " if near else ""
+    hint = f"did you mean {near[0]}?" if near else "name another one." if block_classes(root) else "leave it out."
     return (
         f"fsdp_transformer_layer_cls_to_wrap: no module of class {name} in the model ({root.class_name}); "
-        f"{hint}{candidates_text(root)}"
+        f"{hint} {candidates_text(root)}"
     )
 
 

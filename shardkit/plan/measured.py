@@ -13,6 +13,7 @@ from shardkit.plan import request
 from shardkit.plan.answer import Answer, Row
 from shardkit.plan.answering import answer
 from shardkit.sizes import MIB
+from shardkit.wording import counted
 
 _ADVICE = "give the log folder of a run that was started with shardkit launch --measure and finished."
 
@@ -84,7 +85,7 @@ def comparison(planned: Answer, measured: Measured) -> str:
     if not is_of_the_same(planned.chosen_row, measured):
         text += "\n  The parameters differ: the run had another model, other settings or another number of ranks."
     if measured.ranks != planned.request.world_size:
-        text += f"\n  The plan is for {planned.request.world_size} ranks: add --world {measured.ranks}."
+        text += f"\n  The plan is for {counted(planned.request.world_size, 'rank')}: add --world {measured.ranks}."
     return text
 
 

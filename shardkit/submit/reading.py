@@ -9,6 +9,7 @@ from shardkit.digits import number_in
 from shardkit.errors import UsageError
 from shardkit.sizes import read_bytes
 from shardkit.submit.job import Volume
+from shardkit.wording import counted
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -60,8 +61,8 @@ def hosts(path: Path | None, ranks: int | None) -> tuple[str, ...]:
                 problems.append(f"{where}: only `name slots=N` is supported (got {word!r}); remove the rest.")
             elif key == "slots" and ranks is not None and slots != ranks:
                 problems.append(
-                    f"{where}: {name} has {value} slots, but the configuration has {ranks} ranks per machine; "
-                    f"change the slots, or num_processes."
+                    f"{where}: {name} has {value} slots, but the configuration has {counted(ranks, 'rank')} per "
+                    "machine; change the slots, or num_processes."
                 )
     if not names:
         problems.append(f"{path}: contains no host; write one per line.")
