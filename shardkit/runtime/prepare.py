@@ -299,7 +299,8 @@ def _refuse_shared(run: Run, models: Sequence[nn.Module]) -> None:
         if shared:
             raise UsageError(
                 f"prepare: two models share {', '.join(shared[:3])}, which can be sharded or reduced only once; put "
-                "both into one module (such as nn.ModuleDict) and prepare that: its submodules can be called separately."
+                "both into one module (such as nn.ModuleDict) and prepare that: its submodules can be called "
+                "separately."
             )
         seen |= {id(p) for p in own.values()}
 
