@@ -187,8 +187,8 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         evaluation_mode: bool = False,
         weights: str | Path | None = None,
     ) -> nn.Module:
-        """The prepared model; it needs no optimizer. `weights` (a safetensors file or a folder of them) fills a model
-        that was built on the meta device: each rank reads only its own part.
+        """The prepared model; it needs no optimizer. `weights` (a safetensors file or a folder of them) fills the
+        model, also one on the meta device, or one prepared before: each rank reads only its own part.
 
         With `evaluation_mode` the model is not trained: a teacher, a reference, or a model that is evaluated before
         training. Under FSDP it is sharded; it is never wrapped in DDP and is part of no checkpoint. Preparing it again
