@@ -142,7 +142,7 @@ class Accumulation:
         progress.post("backward", self.counters.step)
         if not (self.is_inside and self._full_size > 1):
             # Earlier gradients of this window, of an optimizer yet to step, have the old scale.
-            self.loss_scale.update()
+            self.loss_scale.before_backward()
         if not self.is_inside:
             self._full_size = 0
         self._backwards = replace(self._backwards, own=self._backwards.own + 1)
