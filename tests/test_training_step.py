@@ -227,3 +227,17 @@ def test_a_backward_between_clipping_and_step_is_told(alone):
         "or unscale_gradients, before its step); call its step(), or its zero_grad() to leave the step out, before the "
         "next backward."
     )
+
+
+def test_a_step_without_gradients_is_a_warning_under_fp16_too(alone, caplog):
+    accelerator = Accelerator(config={"use_cpu": True, "mixed_precision": "fp16"})
+    model, optimizer, loader, _ = parts(16, 8)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    optimizer.step()
+    assert any(one.startswith("optimizer: no parameter had a gradient in the first step") for one in caplog.messages)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+    assert accelerator.scaler.get_scale() == 2.0**16

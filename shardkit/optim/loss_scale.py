@@ -41,6 +41,10 @@ class GradScaler(torch.amp.GradScaler):
                 value.copy_(everywhere)
         return found
 
+    def has_scaled(self) -> bool:
+        """Whether any loss was scaled so far."""
+        return self._scale is not None
+
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer's gradients were unscaled since the last update."""
         return self._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
@@ -104,12 +108,14 @@ class LossScale:
         """The loss times the scale."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Removes the scale from the optimizer's gradients. Collective under FSDP. UsageError where it was removed
-        before, and gradients with the scale have come since."""
-        if self._scaler is None:
+    def unscale(self, optimizer: torch.optim.Optimizer, has_new: bool) -> None:
+        """Removes the scale from the optimizer's gradients. Collective under FSDP. `has_new`: there was a backward
+        since the last step. UsageError where the scale was removed before, and gradients with it have come since."""
+        if self._scaler is None or not self._scaler.has_scaled():
             return
         if self._scaler.is_unscaled(optimizer):
+            if not has_new:
+                return
             raise UsageError(
                 f"optimizer step: gradients of {kind_of(optimizer).__name__} have fp16's loss scale in part only (got "
                 "a backward after clip_grad_norm_ or unscale_gradients, before its step); call its step(), or its "

@@ -196,12 +196,13 @@ class Accumulation:
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Removes fp16's loss scale from the optimizer's gradients. UsageError where they never had it."""
-        if self.loss_scale.is_on and self._backwards.since(self._at_step).by_script:
+        new = self._backwards.since(self._at_step)
+        if self.loss_scale.is_on and new.by_script:
             raise UsageError(
                 "optimizer step: gradients lack the loss scale that fp16 needs (got a call of loss.backward()); call "
                 "accelerator.backward(loss)."
             )
-        self.loss_scale.unscale(optimizer)
+        self.loss_scale.unscale(optimizer, has_new=new.own > 0)
 
     def check_gradients(self) -> None:
         """Raises UsageError or ModelError where an optimizer must not step on the present gradients. Collective in the
