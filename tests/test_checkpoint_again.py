@@ -344,3 +344,22 @@ def test_a_state_may_be_saved_and_loaded_in_inference_mode(ranks, tmp_path, worl
     expected = ranks.run(world, saved_in_an_evaluation, tmp_path / "a", torch.no_grad)
     assert ranks.run(world, saved_in_an_evaluation, tmp_path / "b", torch.inference_mode) == expected
     assert load_file(tmp_path / "a/export/model.safetensors").keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def registered_again(project):
+    """An object that a cell of a notebook, run again, has registered twice; its value, loaded where it is once."""
+    first, second = Noted(3), Noted()
+    accelerator = run_of(project)[0]
+    accelerator.register_for_checkpointing(first)
+    accelerator.register_for_checkpointing(first, first)
+    accelerator.save_state(project / "saved")
+    saving.close(accelerator._run)
+    accelerator = run_of(project)[0]
+    accelerator.register_for_checkpointing(second)
+    accelerator.load_state(project / "saved")
+    saving.close(accelerator._run)
+    return second.value
+
+
+def test_an_object_that_is_registered_again_is_saved_once(ranks, tmp_path):
+    assert ranks.run(2, registered_again, tmp_path) == [3, 3]

@@ -4,8 +4,10 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -282,6 +284,44 @@ def test_forked_ranks(tmp_path):
     done = in_a_notebook(f"cells(Path({str(tmp_path)!r}))", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "starting 2 ranks." in done.stderr and "starting 1 rank." in done.stderr
+
+
+def a_long_cell(ends: bool) -> None:
+    """Ends when it is interrupted, after it has tidied up, or never."""
+    while True:
+        try:
+            time.sleep(300)
+        except KeyboardInterrupt:
+            os.write(1, b"interrupted\n")
+            time.sleep(0.2)
+            if ends:
+                os.write(1, b"tidy\n")
+                return
+
+
+def interrupted_cell(ends: bool, times: int, as_a_group: bool) -> None:
+    """A notebook whose stop button is pressed so often. The interrupt reaches its process alone, or its ranks, too."""
+
+    def stop() -> None:
+        for _ in range(times):
+            time.sleep(1.5)
+            os.killpg(0, signal.SIGINT) if as_a_group else os.kill(os.getpid(), signal.SIGINT)
+
+    os.setpgid(0, 0)
+    threading.Thread(target=stop).start()
+    with pytest.raises(KeyboardInterrupt):
+        debug_launcher(a_long_cell, (ends,), num_processes=2)
+    print(len(multiprocessing.active_children()), "left", flush=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_a_group", [False, True])
+def test_an_interrupted_cell_ends_its_ranks(tmp_path, as_a_group):
+    done = in_a_notebook(f"interrupted_cell(True, 1, {as_a_group})", tmp_path)
+    assert done.stdout == "interrupted\n" * 2 + "tidy\n" * 2 + "0 left\n"
+    assert "debug_launcher: interrupted; the ranks end within 30 s, once more ends them now." in done.stderr
+    done = in_a_notebook(f"interrupted_cell(False, 2, {as_a_group})", tmp_path)
+    assert done.stdout == "interrupted\n" * 2 + "0 left\n"
 
 
 def test_what_cannot_be_forked_is_refused(alone, monkeypatch):

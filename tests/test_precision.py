@@ -1,6 +1,7 @@
 """Dtypes: in compute, in gradient reduction, of outputs and of what is kept."""
 
 import copy
+import functools
 import inspect
 from typing import Any
 
@@ -247,6 +248,25 @@ def test_a_copy_under_autocast_computes_with_its_own_parameters(patched):
     assert inspect.signature(model.forward) == signature
     precision.restore_forward(copied)
     assert ("forward" in vars(copied)) == patched
+
+
+def test_each_accelerator_computes_in_its_own_precision(alone):
+    model = nn.Linear(4, 2)
+    expected = model(torch.ones(1, 4))
+    for number, kind in enumerate(["bf16", "no", "bf16", "no"]):
+        accelerator = Accelerator(mixed_precision=kind, config={"distributed_type": "NO", "use_cpu": True})
+        output = accelerator.prepare(model)(torch.ones(1, 4))
+        assert torch.equal(output, expected) == (kind == "no"), f"Accelerator {number}"
+
+
+def test_a_forward_that_the_script_has_wrapped_since_stays(alone):
+    model, calls = nn.Linear(4, 2), []
+    Accelerator(mixed_precision="bf16", config={"distributed_type": "NO", "use_cpu": True}).prepare(model)
+    before = model.forward
+    model.forward = functools.wraps(before)(lambda x: calls.append(x) or before(x))
+    Accelerator(mixed_precision="bf16", config={"distributed_type": "NO", "use_cpu": True}).prepare(model)
+    precision.restore_forward(model)
+    assert model(torch.ones(1, 4)).shape == (1, 2) and len(calls) == 1
 
 
 def output_of(strategy: int, param: str | None) -> torch.dtype:

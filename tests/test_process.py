@@ -11,14 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit import env
+from shardkit import Accelerator, env
 from shardkit.config.schema import Config, DistributedType
 from shardkit.distributed import process
 from shardkit.errors import ConfigError, MachineError, UsageError
 from shardkit.launch import stores
 from shardkit.launch.forking import fork
+from shardkit.tracking import trackers
 from tests import forked
 from tests.test_launch import free_port
+
+ALONE = {"distributed_type": "FSDP", "use_cpu": True}
 
 
 def started() -> tuple:
@@ -87,6 +90,26 @@ def test_alone_with_sharding_there_is_a_group_of_one_until_the_end():
         assert process.launched() == env.Ranks(0, 0, 1, 1)
     finally:
         process.leave()
+    assert not dist.is_initialized()
+
+
+def test_an_accelerator_leaves_the_group_to_another_that_goes_on(alone):
+    first, second = Accelerator(config=ALONE), Accelerator(config=ALONE)
+    second.end_training()
+    assert dist.is_initialized()
+    first.end_training()
+    assert not dist.is_initialized()
+
+
+def test_the_last_accelerator_ends_the_group_of_one_that_was_dropped_or_refused(alone, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(trackers, "missing", lambda _: "Accelerator(log_with=...): wandb is not installed.")
+        with pytest.raises(UsageError, match="not installed"):
+            Accelerator(config=ALONE)
+    assert dist.is_initialized()
+    for _ in range(2):  # a cell of a notebook, run again
+        accelerator = Accelerator(config=ALONE)
+    accelerator.end_training()
     assert not dist.is_initialized()
 
 

@@ -188,3 +188,56 @@ def overflow_on_one_rank() -> tuple[bool, float]:
 
 def test_an_overflow_on_one_rank_is_one_on_all(ranks):
     assert ranks.run(2, overflow_on_one_rank) == [(True, 4.0), (True, 4.0)]
+
+
+def steps_left_out(config: dict) -> tuple[int, float]:
+    """A script that leaves a step out where the norm is not finite; the steps taken, and the scale after them."""
+    config = config | {"mixed_precision": "fp16", "shardkit": {"precision": {"init_scale": 2.0**19}}}
+    accelerator = Accelerator(config=config)
+    model, optimizer, loader, _ = parts(160, 8)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        if accelerator.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+            optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.counters.step, accelerator.scaler.get_scale()
+
+
+@pytest.mark.parametrize("config", BOTH)
+def test_a_script_may_leave_out_the_step_after_an_overflow(ranks, config):
+    first, second = ranks.run(2, steps_left_out, config)
+    taken, scale = first
+    assert first == second
+    assert 0 < taken < 10 and scale == 2.0 ** (19 - (10 - taken)), "each overflow halves the scale"
+
+
+def test_a_backward_between_clipping_and_step_is_told(alone):
+    accelerator = Accelerator(config={"use_cpu": True, "mixed_precision": "fp16"})
+    model, optimizer, loader, _ = parts(16, 8)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    first, second = loader
+    accelerator.backward(loss_of(model, first))
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    accelerator.backward(loss_of(model, second))
+    with pytest.raises(UsageError) as told:
+        optimizer.step()
+    assert str(told.value) == (
+        "optimizer step: gradients of AdamW have fp16's loss scale in part only (got a backward after clip_grad_norm_ "
+        "or unscale_gradients, before its step); call its step(), or its zero_grad() to leave the step out, before the "
+        "next backward."
+    )
+
+
+def test_a_step_without_gradients_is_a_warning_under_fp16_too(alone, caplog):
+    accelerator = Accelerator(config={"use_cpu": True, "mixed_precision": "fp16"})
+    model, optimizer, loader, _ = parts(16, 8)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    optimizer.step()
+    assert any(one.startswith("optimizer: no parameter had a gradient in the first step") for one in caplog.messages)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+    assert accelerator.scaler.get_scale() == 2.0**16

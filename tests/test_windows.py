@@ -141,3 +141,15 @@ def test_accumulate_inside_accumulate_is_one_micro_batch_of_both_models():
     loss_of(whole, torch.cat(batches(2))).backward()
     torch.testing.assert_close(inner.weight.detach(), before - whole[0].weight.grad)
     assert accelerator.counters.step == 1
+
+
+def test_optimizers_made_anew_for_each_round_count_their_steps():
+    """They are not prepared; one may lie where an earlier one did."""
+    accelerator = Accelerator(config=PLAIN)
+    model = accelerator.prepare(nn.Linear(4, 1))
+    for batch in batches(6):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert accelerator.counters.step == 6

@@ -37,7 +37,7 @@ FILES_BESIDE = 256
 
 @dataclass(frozen=True)
 class Process:
-    """This rank. `control` is its control group; `owns_group`: the process group was started by shardkit."""
+    """This rank. `control` is its control group; `owns_group`: it has started the process group."""
 
     rank: int
     local_rank: int
@@ -198,6 +198,11 @@ _started: list[tuple[Any, dict[str, Any]]] = []
 """The process group that was started here, and its settings, which cannot change while it exists."""
 
 
+def has_started_group() -> bool:
+    """Whether there is a process group, and shardkit has started it in this process."""
+    return bool(_started) and dist.is_initialized() and _started[0][0] is dist.group.WORLD
+
+
 def _lasting(config: Config, device: torch.device) -> dict[str, Any]:
     timeout_s = config.shardkit.launch.process_group_timeout_s
     return {"shardkit.launch.process_group_timeout_s": timeout_s, "debug": config.debug, "device": device.type}
@@ -205,7 +210,7 @@ def _lasting(config: Config, device: torch.device) -> dict[str, Any]:
 
 def _refuse_other(wanted: dict[str, Any]) -> None:
     """ConfigError where the existing process group was started with other settings."""
-    if not (_started and dist.is_initialized() and _started[0][0] is dist.group.WORLD):
+    if not has_started_group():
         return
     problems = [
         f"Accelerator: {name}: {wanted[name]} here, but {value} for the existing process group; use the same value, "

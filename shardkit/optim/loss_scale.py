@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import OptState
 
 from shardkit.config.meaning import dtypes
 from shardkit.config.schema import Config
 from shardkit.distributed.tensors import is_dtensor, local_part
+from shardkit.errors import UsageError
+from shardkit.optim.kernels import kind_of
 from shardkit.optim.parts import like_parameter, make_gradient_plain
 
 
@@ -37,6 +40,18 @@ class GradScaler(torch.amp.GradScaler):
                 dist.all_reduce(everywhere, dist.ReduceOp.MAX)
                 value.copy_(everywhere)
         return found
+
+    def has_scaled(self) -> bool:
+        """Whether any loss was scaled so far."""
+        return self._scale is not None
+
+    def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer's gradients were unscaled since the last update."""
+        return self._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+
+    def has_checks(self) -> bool:
+        """Whether any gradients were checked for an overflow since the last update, which is an error without."""
+        return any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
 
 
 @dataclass(frozen=True)
@@ -76,6 +91,7 @@ class LossScale:
     def __init__(self, scaler: GradScaler | None) -> None:
         self._scaler = scaler
         self._is_behind = False
+        self._has_dropped = False
 
     @property
     def is_on(self) -> bool:
@@ -92,10 +108,20 @@ class LossScale:
         """The loss times the scale."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Removes the scale from the optimizer's gradients. Collective under FSDP."""
-        if self._scaler is not None:
-            self._scaler.unscale_(optimizer)
+    def unscale(self, optimizer: torch.optim.Optimizer, has_new: bool) -> None:
+        """Removes the scale from the optimizer's gradients. Collective under FSDP. `has_new`: there was a backward
+        since the last step. UsageError where the scale was removed before, and gradients with it have come since."""
+        if self._scaler is None or not self._scaler.has_scaled():
+            return
+        if self._scaler.is_unscaled(optimizer):
+            if not has_new:
+                return
+            raise UsageError(
+                f"optimizer step: gradients of {kind_of(optimizer).__name__} have fp16's loss scale in part only (got "
+                "a backward after clip_grad_norm_ or unscale_gradients, before its step); call its step(), or its "
+                "zero_grad() to leave the step out, before the next backward."
+            )
+        self._scaler.unscale_(optimizer)
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer's unscaled gradients are not finite on any rank."""
@@ -106,13 +132,24 @@ class LossScale:
     def note_step(self) -> None:
         """Notes a step of an optimizer. The scale that it gives waits for `update`: optimizers that have not stepped
         yet need the present one."""
-        self._is_behind = self._scaler is not None
+        self._is_behind = True
+
+    def note_dropped(self) -> None:
+        """Notes that unscaled gradients were dropped: the script has left out a step, maybe for an overflow."""
+        self._has_dropped = True
+
+    def before_backward(self) -> None:
+        """Brings the scale up to date with the last step, or what was dropped in place of one. Called before the first
+        backward after it."""
+        self._is_behind |= self._has_dropped
+        self._has_dropped = False
+        self.update()
 
     def update(self) -> None:
-        """Brings the scale up to date with the last step; called before the first backward after it."""
-        if self._scaler is not None and self._is_behind:
-            self._is_behind = False
+        """Brings the scale up to date with the last step."""
+        if self._is_behind and self._scaler is not None and self._scaler.has_checks():
             self._scaler.update()
+        self._is_behind = False
 
 
 def make_scaler(config: Config, device: torch.device) -> GradScaler | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -79,8 +80,8 @@ class Accumulation:
         self._before_window = self._before_micro_batch = self._at_step = self._backwards
         self._is_own_backward = False
 
-        self._stepped: set[int] = set()
-        """Ids of the optimizers that have taken part in the present step."""
+        self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
+        """The optimizers that have taken part in the present step."""
         self._has_stepped_in_micro_batch = False
 
     @property
@@ -142,7 +143,7 @@ class Accumulation:
         progress.post("backward", self.counters.step)
         if not (self.is_inside and self._full_size > 1):
             # Earlier gradients of this window, of an optimizer yet to step, have the old scale.
-            self.loss_scale.update()
+            self.loss_scale.before_backward()
         if not self.is_inside:
             self._full_size = 0
         self._backwards = replace(self._backwards, own=self._backwards.own + 1)
@@ -196,12 +197,13 @@ class Accumulation:
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Removes fp16's loss scale from the optimizer's gradients. UsageError where they never had it."""
-        if self.loss_scale.is_on and self._backwards.since(self._at_step).by_script:
+        new = self._backwards.since(self._at_step)
+        if self.loss_scale.is_on and new.by_script:
             raise UsageError(
                 "optimizer step: gradients lack the loss scale that fp16 needs (got a call of loss.backward()); call "
                 "accelerator.backward(loss)."
             )
-        self.loss_scale.unscale(optimizer)
+        self.loss_scale.unscale(optimizer, has_new=new.own > 0)
 
     def check_gradients(self) -> None:
         """Raises UsageError or ModelError where an optimizer must not step on the present gradients. Collective in the
@@ -246,18 +248,18 @@ class Accumulation:
         self._has_stepped_in_micro_batch = True
         self._at_step = self._backwards
         current = active_loader(self._loaders)
-        self.boundaries.note_step(current, is_repeated=id(optimizer) in self._stepped)
+        self.boundaries.note_step(current, is_repeated=optimizer in self._stepped)
         if current is not None:
             for loader in self._loaders:
                 loader.note_step(current.last_yield)
         if was_skipped:
             return
-        if id(optimizer) in self._stepped:
+        if optimizer in self._stepped:
             self._stepped.clear()
         if not self._stepped:
             self.counters.step += 1
             self.events.on_step()
-        self._stepped.add(id(optimizer))
+        self._stepped.add(optimizer)
 
     def note_optimizer(self) -> None:
         """Notes a newly prepared optimizer: its first step counts as a new step."""

@@ -18,16 +18,18 @@ class Checkpointing(Topology):
     """Methods that save and load. They import what does the work when they are called: a script may never save."""
 
     def register_for_checkpointing(self, *registered: Any) -> None:
-        """Adds objects to save_state and load_state. Each needs state_dict() -> JSON values or tensors, and
-        load_state_dict(state). State that differs between ranks is saved per rank, and loads only on the same number of
-        ranks."""
+        """Adds objects to save_state and load_state, each once, also where a cell is run again. They need state_dict()
+        -> JSON values or tensors, and load_state_dict(state). State that differs between ranks is saved per rank, and
+        loads only on the same number of ranks."""
         bad = [o for o in registered if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))]
         if bad:
             kinds = ", ".join(type(one).__name__ for one in bad)
             raise UsageError(
                 f"register_for_checkpointing: no state_dict and load_state_dict (got {kinds}); give the class both."
             )
-        self._run.registered.extend(registered)
+        for one in registered:
+            if not any(one is known for known in self._run.registered):
+                self._run.registered.append(one)
 
     def save_state(
         self,

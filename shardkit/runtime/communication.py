@@ -68,7 +68,8 @@ class Communication(Topology):
     def check_trigger(self) -> bool:
         """Whether any rank has set the flag; resets it on all ranks. Collective."""
         found = self._run.process.control.any(self._run.is_triggered)
-        self._run.is_triggered = self._run.is_triggered and not found
+        if found:
+            self._run.is_triggered = False
         return found
 
     @eager

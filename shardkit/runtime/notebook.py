@@ -2,8 +2,11 @@
 
 import atexit
 import os
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +30,8 @@ log = get_logger(__name__)
 READY_S = 30.0
 # How often ranks are forked anew where one did not come so far.
 TRIES = 3
+# How long ranks may take to end where the cell is interrupted: as long as those of `shardkit launch`.
+GRACE_S = 30.0
 
 
 def notebook_launcher(
@@ -107,8 +112,32 @@ def _launch(
     sets = {f"SHARDKIT_SET_{key.upper()}": value for key, value in settings.items()}
     log.info("%s: starting %s.", name, counted(number, "rank"))
     ranks = _begun(name, number, (number, function, tuple(args), address | sets))
-    while not ranks.join():  # returns whenever one is done; raises what a rank raised
-        pass
+    with _ended_with_the_call(name, ranks):
+        while not ranks.join():  # returns whenever one is done; raises what a rank raised
+            pass
+
+
+@contextmanager
+def _ended_with_the_call(name: str, ranks: Any) -> Iterator[None]:
+    """Where the block is interrupted, as by the stop button of a notebook, so are the ranks; they would go on in the
+    background, and the notebook would wait for them at its own end. Those that do not end in time are killed."""
+    try:
+        yield
+    except BaseException:
+        running = [process for process in ranks.processes if process.is_alive()]
+        try:
+            for process in running:
+                os.kill(process.pid, signal.SIGINT)
+            if running:
+                log.warning("%s: interrupted; the ranks end within %.0f s, once more ends them now.", name, GRACE_S)
+            deadline = time.monotonic() + GRACE_S
+            for process in running:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            for process in running:
+                process.kill()
+                process.join()
+        raise
 
 
 def _begun(name: str, number: int, told: tuple[Any, ...]) -> Any:
@@ -122,8 +151,9 @@ def _begun(name: str, number: int, told: tuple[Any, ...]) -> Any:
             _rank, (*told, are_ready, go), nprocs=number, join=False, start_method="fork"
         )
         deadline = time.monotonic() + READY_S
-        while not all(are_ready) and time.monotonic() < deadline:
-            ranks.join(timeout=0.02)  # raises what a rank raised
+        with _ended_with_the_call(name, ranks):
+            while not all(are_ready) and time.monotonic() < deadline:
+                ranks.join(timeout=0.02)  # raises what a rank raised
         if all(are_ready):
             go.set()
             return ranks
@@ -153,6 +183,7 @@ def _rank(
     are_ready: Any,
     go: Any,
 ) -> None:
+    signal.signal(signal.SIGINT, _interrupted)
     torch.set_num_threads(1)  # the parent's OpenMP threads do not exist after a fork, and OpenMP would wait for them
     _take_locks()
     are_ready[rank] = 1
@@ -168,6 +199,12 @@ def _rank(
         raise
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    """An interrupt of a notebook may reach a rank twice, directly and from the notebook's process: it counts once."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _take_locks() -> None:

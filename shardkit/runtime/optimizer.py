@@ -133,6 +133,9 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         has_stepped_in_window = self._stepped_at == self._accumulation.gradient_moment
         if self._has_used_gradients or has_stepped_in_window or not self._accumulation.is_open():
             self._has_used_gradients = False
+            if self._final_at != NEVER:
+                self._final_at = NEVER
+                self._accumulation.loss_scale.note_dropped()
             self._accumulation.deferred_gradients.drop(lambda: self.parameters)
             if set_to_none is None:
                 self.optimizer.zero_grad()
@@ -149,8 +152,8 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         moment = self._accumulation.gradient_moment
         if self._final_at == moment:
             return
-        self._final_at = moment
         self._accumulation.unscale(self.optimizer)
+        self._final_at = moment
         factor = self._accumulation.shortfall()
         if factor != 1.0:
             multiply_gradients_(self.parameters, factor)

@@ -6,12 +6,13 @@ are done, and the loader's position matches the step, so that a state saved here
 
 import gc
 from functools import partial
+from weakref import WeakSet
 
 from shardkit import env
 from shardkit.distributed import accelerators, progress
 from shardkit.distributed.background_agreement import BackgroundAgreement
 from shardkit.distributed.collectives import wait_for_everyone
-from shardkit.distributed.process import leave
+from shardkit.distributed.process import has_started_group, leave
 from shardkit.errors import Preempted, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import learning_rates, measure, preemption
@@ -19,6 +20,9 @@ from shardkit.runtime.run import Run
 from shardkit.runtime.same_modules import noticed_late
 
 log = get_logger(__name__)
+
+_watches: WeakSet[BackgroundAgreement] = WeakSet()
+"""Those of the runs that are not over."""
 
 
 def watch(run: Run) -> None:
@@ -28,6 +32,7 @@ def watch(run: Run) -> None:
         preemption.install()
         run.events.on_missed_boundary = partial(_warn_without_boundaries, run)
     run.watch = BackgroundAgreement(preemption.is_requested_here, noticed_late, learning_rates.warn)
+    _watches.add(run.watch)
     run.events.at_boundary = partial(pass_boundary, run)
 
 
@@ -113,13 +118,20 @@ def resume(run: Run) -> bool:
 
 def end(run: Run) -> None:
     """Waits for a save in flight and for all ranks, finishes the trackers, then destroys the process group that this
-    run started. Collective."""
+    run started, or that no other run needs any more. Collective."""
     try:
         _end_together(run)
     finally:
         run.trackers.finish()  # they may upload for long, or fail: no rank waits for another any more
-    if run.process.owns_group:
+    if run.process.owns_group or (has_started_group() and _is_last()):
         leave()
+
+
+def _is_last() -> bool:
+    """Whether all other runs of this process are over: ended, refused when they began, or dropped by the script, as
+    where a cell of a notebook is run again."""
+    gc.collect()
+    return not _watches
 
 
 def _end_together(run: Run) -> None:
@@ -137,6 +149,7 @@ def _end_together(run: Run) -> None:
         )
     wait_for_everyone()
     if run.watch is not None:
+        _watches.discard(run.watch)
         run.watch.close()  # not earlier: a slower rank may still wait at a boundary for all answers
     if measure.is_asked_for():
         measure.report(run)

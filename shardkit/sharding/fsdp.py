@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from shardkit.config.meaning import reshards_after_forward
 from shardkit.config.schema import BackwardPrefetch, Config, FsdpConfig
 from shardkit.distributed import accelerators
-from shardkit.distributed.tensors import every_parameter, is_dtensor, local_part, local_slices, sharded_like
+from shardkit.distributed.tensors import every_parameter, is_dtensor, local_part, own_part, sharded_like
 from shardkit.errors import ModelError, UsageError
 from shardkit.model.cut import shard_dim
 from shardkit.sharding import (
@@ -234,7 +234,7 @@ def _shard_what_is_loaded(module: nn.Module, state_dict: dict[str, Any], prefix:
     for name, parameter in sharded.items():
         given = state_dict.get(prefix + name)
         if isinstance(given, torch.Tensor) and not is_dtensor(given) and given.shape == parameter.shape:
-            part = given.detach()[local_slices(parameter)].to(local_part(parameter).device).contiguous()
+            part = own_part(given.detach(), parameter).to(local_part(parameter).device).contiguous()
             state_dict[prefix + name] = sharded_like(part, parameter)
 
 

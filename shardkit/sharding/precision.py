@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -104,9 +105,10 @@ def autocast(config: Config, device: torch.device) -> AbstractContextManager:
 
 
 def autocast_forward(model: nn.Module, config: Config, device: torch.device) -> None:
-    """Make the model's forward run under `autocast`, with outputs in the output dtype. In place; for DDP or one
-    process: under FSDP the root unit does this. It stays a method, so that a copy of the model computes with the copy's
-    own parameters."""
+    """Make the model's forward run under `autocast`, with outputs in the output dtype, in place of what an earlier call
+    has made of it. For DDP or one process: under FSDP the root unit does this. It stays a method, so that a copy of the
+    model computes with the copy's own parameters."""
+    restore_forward(model)
     precision = of(config)
     forward: Any = model.forward
     if config.mode == "fsdp" or not (precision.is_mixed or precision.output) or hasattr(forward, _PLAIN):
@@ -121,18 +123,24 @@ def autocast_forward(model: nn.Module, config: Config, device: torch.device) -> 
         return tree_map_only(torch.Tensor, lambda t: t.to(precision.output) if t.is_floating_point() else t, output)
 
     setattr(under_autocast, _PLAIN, vars(model).get("forward"))
+    _under_autocast.add(under_autocast)
     model.forward = MethodType(under_autocast, model) if is_method else under_autocast
 
 
 _PLAIN = "_shardkit_forward_before"
-"""Attribute of a forward that `autocast_forward` set: the model's previous `forward`, None if it was the class's."""
+"""Attribute of a forward that `autocast_forward` set: the model's previous `forward`, None if it was the class's. A
+script's wrapper of such a forward has a copy of it."""
+
+_under_autocast: WeakSet[Any] = WeakSet()
+"""The forwards that `autocast_forward` set."""
 
 
 def restore_forward(model: nn.Module) -> None:
-    """Undo `autocast_forward`, in place. Does nothing if it was not applied."""
-    if not hasattr(model.forward, _PLAIN):
+    """Undo `autocast_forward`, in place. Does nothing if it was not applied, or the script has wrapped what it set."""
+    function = getattr(model.forward, "__func__", model.forward)
+    if function not in _under_autocast:
         return
-    before = getattr(model.forward, _PLAIN)
+    before = getattr(function, _PLAIN)
     del model.forward
     if before is not None:
         model.forward = before

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.distributed.tensors import local_part, local_slices, sharded_like, whole
+from shardkit.distributed.tensors import local_part, own_part, sharded_like, whole
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
 from shardkit.sharding.settled import settle
 
@@ -45,7 +45,7 @@ def _drawn_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if like.device.type != "cpu":
         return as_torch_does(operator, args, kwargs)
     drawn = operator(torch.empty(like.shape, dtype=like.dtype, device="cpu"), *args[1:], **kwargs)
-    part = drawn[local_slices(like)]
+    part = own_part(drawn, like)
     if operator in _LIKE:
         return sharded_like(part.contiguous(), like)
     local_part(like).copy_(part)
@@ -58,7 +58,7 @@ def _drawn_by_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if like.device.type != "cpu":
         return as_torch_does(operator, args, kwargs)
     drawn = operator(*(whole(value) if isinstance(value, DTensor) else value for value in args), **kwargs)
-    part = drawn[local_slices(like)]
+    part = own_part(drawn, like)
     if operator is not _aten.bernoulli_.Tensor:
         return sharded_like(part.contiguous(), like)
     local_part(args[0]).copy_(part)

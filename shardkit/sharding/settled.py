@@ -22,7 +22,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, part_on_mesh, sharded_like
+from shardkit.distributed.tensors import is_dtensor, local_part, own_part, part_on_mesh, sharded_like
 from shardkit.sharding.copied_parts import CopiedPart, as_copy
 
 _ASSIGNING = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__"}
@@ -150,8 +150,7 @@ def _in_place_of_whole(function: Any, tensor: DTensor, args: Sequence[Any], kwar
     """The in-place operation on the whole tensor; this rank keeps its part."""
     whole = _plain(tensor)
     function(whole, *map(_plain, args), **{key: _plain(value) for key, value in kwargs.items()})
-    local = local_part(tensor)
-    local.copy_(whole[local_slices(tensor)].reshape(local.shape))
+    local_part(tensor).copy_(own_part(whole, tensor))
     return tensor
 
 

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.distributed.tensors import (
     local_part,
-    local_slices,
     memory_of,
     outside_inference_mode,
     own_part,
@@ -38,7 +37,7 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         mean = gradients[0].contiguous() / dist.get_world_size()
         dist.all_reduce(mean)
-        part = mean[local_slices(ctx.parameter)].to(ctx.parameter.device)  # an offloaded one is in host memory
+        part = own_part(mean, ctx.parameter).to(ctx.parameter.device)  # an offloaded one is in host memory
         return sharded_like(part, ctx.parameter)
 
 
