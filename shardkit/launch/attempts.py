@@ -157,12 +157,14 @@ def attempted(
     spec: LaunchSpec, start: Start, machines: "Meeting", log_dir: Path, restart: int
 ) -> tuple[LaunchAttempt, ShardkitError | None]:
     """Runs the ranks once; returns the result, and the error if they failed. Raises MachineError."""
-    with folders.temporary() as folder:
-        env.update(run_variables(spec, log_dir, folder))
-        output = Output(
-            folder, log_dir, spec.ranks_here, len(str(spec.world_size - 1)), spec.shown_ranks, spec.has_prefix
-        )
-        output.start()
+    with contextlib.ExitStack() as stack:
+        with machines.telling_what_lacks():
+            folder = stack.enter_context(folders.temporary())
+            env.update(run_variables(spec, log_dir, folder))
+            output = Output(
+                folder, log_dir, spec.ranks_here, len(str(spec.world_size - 1)), spec.shown_ranks, spec.has_prefix
+            )
+            output.start()
         try:
             attempt = run_once(spec, start, machines, folder, log_dir, restart)
         finally:
