@@ -363,6 +363,11 @@ def test_a_port_in_use_names_its_owner():
         assert f"port {port} is in use by pid {os.getpid()} (" in said
         assert "or omit the port to use a free one" in said
         assert not preflight.port_problems(config(main_process_port=0, use_cpu=True))
+        second = Config(num_machines=2, num_processes=2, main_process_ip="127.0.0.1", main_process_port=port)
+        assert texts(preflight.port_problems(second)).endswith(
+            "; if that is machine 0 of this run, give this one its own number with --machine-rank, else choose another "
+            "port with --main 127.0.0.1:PORT."
+        )
         on_another = Config(
             num_machines=2, num_processes=2, main_process_ip="localhost", main_process_port=port, machine_rank=1
         )
