@@ -967,6 +967,8 @@ def test_the_rank_that_the_others_wait_for_is_named():
         "  rank 2  exited with code 0",
         "  First to stop: rank 2. The stacks of all ranks are in logs/rank*.stack.",
     ]
+    said = render(rows_of(left, found, 20.0), 5.0, "machine 1 (b): runs/y", "runs/x")
+    assert "The stacks of all ranks are in machine 1 (b): runs/y/rank*.stack, runs/x/rank*.stack." in said
     stopped = rows_of({0: rank(0, 10.0), 1: rank(1, 11.0, stopped_since_s=11.0)}, {}, 20.0)
     assert "First to stop: rank 1" in render(stopped, 5.0, "logs")
     two_waiting = rows_of({0: rank(0, 10.0)}, {0: WAITS}, 20.0) + rows_of({1: rank(1, 11.0)}, {1: WAITS}, 20.0)

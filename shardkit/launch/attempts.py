@@ -346,8 +346,9 @@ def outcomes_of(watch: Monitor, ended: "Ended", errors: dict[int, rank_files.Ran
 def error_of(attempt: LaunchAttempt, spec: LaunchSpec, output: Output) -> ShardkitError:
     """The error of a failed attempt. Shows the traceback of the rank that failed first only."""
     if attempt.hang:
-        logs = attempt.logs[min(attempt.hang, key=lambda row: row.order).rank]
-        text = hangs.render(attempt.hang, spec.launch.hang_timeout_s, logs)
+        first = min(attempt.hang, key=lambda row: row.order).rank
+        folders_of_all = dict.fromkeys([attempt.logs[first], *attempt.logs.values()])
+        text = hangs.render(attempt.hang, spec.launch.hang_timeout_s, *folders_of_all)
         return HangError(text + diagnosis.saved(attempt.committed_step))
     found = diagnosis.diagnose(attempt.outcomes)
     stop, root, logs = attempt.stop, found.outcome, attempt.logs[found.rank]
