@@ -49,7 +49,7 @@ JOBS = [
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: next(iter(job)))
 def test_variables_of_schedulers_that_are_no_numbers_are_unknown_or_refused(job, text):
     variables = {name: value.format(text) for name, value in job.items()}
-    for read in (scheduler, tasks.world_of, tasks.left_alone, tasks.launch_problem):
+    for read in (scheduler, tasks.world_of, tasks.left_alone, tasks.launch_left_alone, tasks.launch_problem):
         with suppress(ConfigError):
             read(variables)
 

@@ -328,6 +328,30 @@ def test_too_few_machines_are_said_and_the_run_is_given_up(tmp_path):
         assert words in run.machines["first"].text()
 
 
+class AlwaysLost(rosters.RosterServer):
+    """A roster of one machine, after another one was lost."""
+
+    def __init__(self) -> None:
+        self.said: list[dict] = []
+
+    def members(self) -> list[Member]:
+        return [Member(0, 0, "a", None)]
+
+    def publish(self, decision: dict) -> None:
+        self.said.append(decision)
+
+
+def test_why_there_are_too_few_machines_is_said_where_the_run_ends(tmp_path, monkeypatch):
+    spec = launch_spec(config("    meet_timeout_s: 0.2\n", machines=2, least=2), "train.py")
+    roster = AlwaysLost()
+    leader = generations.Leader(spec, roster, lambda own: [], tmp_path)
+    leader._why = "machine 1 (b): lost; going on from step 5"
+    says = r"launch: machine 1 \(b\): lost; going on from step 5; 1 of 2 machines that a world needs came"
+    with pytest.raises(MachineError, match=says):
+        leader.lead()
+    assert "machine 1 (b): lost" in roster.said[0]["over"]
+
+
 @pytest.mark.faults
 @pytest.mark.fault_row(46)
 def test_a_signal_on_machine_0_saves_and_ends_the_run_on_all(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.checkpoint import peak_of
-from shardkit.checkpoint import folder, read, state
+from shardkit.checkpoint import folder, read, seen, state
 from shardkit.distributed import control
 from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointCorrupted, CheckpointError, CheckpointSaveError, StateIncomplete
@@ -227,7 +227,7 @@ def test_a_checkpoint_that_was_replaced_before_is_noticed(saved, tmp_path):
     root = tmp_path / "copy"
     shutil.copytree(saved, root)
     agreed = control.start(60.0)
-    checkpoint = read.open_together(root / "step-00000003", agreed)
+    checkpoint = seen.open_together(root / "step-00000003", agreed)
     replace(root)
     live = prepared("plain")
     fill(live, 77)

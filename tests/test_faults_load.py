@@ -336,7 +336,7 @@ def test_when_all_are_damaged_nothing_starts_anew(copy):
     live = prepared("plain")
     fill(live, 77)
     with pytest.raises(
-        CheckpointError, match=r"every checkpoint in .* is damaged; nothing was loaded, and training"
+        CheckpointError, match=r"no checkpoint in .* can be loaded; nothing was changed, and training"
     ) as e:
         checkpoints.load_newest(live, root)
     assert e.value.exit_code == 3 and values_in(live) == {77.0}

@@ -1,6 +1,7 @@
 """Saves that die or fail at every step of the protocol: what is left is the old state or the new one, never a mix."""
 
 import os
+import re
 import resource
 import signal
 
@@ -9,7 +10,7 @@ import torch
 
 from shardkit.checkpoint import faults, folder, manifest
 from shardkit.distributed.tensors import local_part
-from shardkit.errors import CheckpointSaveError
+from shardkit.errors import CheckpointError, CheckpointSaveError
 from tests import checkpoints, forked
 
 KINDS = {"sharded": ("fsdp", "sharded"), "full": ("fsdp", "full"), "ddp": ("ddp", "sharded")}
@@ -271,3 +272,28 @@ def test_storage_that_is_not_shared_is_noticed(tmp_path):
     assert outcomes[0].value == outcomes[1].value
     assert "not shared by all ranks" in outcomes[0].value and "rank 1 (host " in outcomes[0].value
     assert not list((tmp_path / "machine-0").iterdir())
+
+
+def load_apart(root):
+    """As `save_apart`: only the machine of rank 1 has a checkpoint."""
+    import torch.distributed as dist
+
+    mine = root / f"machine-{dist.get_rank()}"
+    mine.mkdir(exist_ok=True)
+    os.chdir(mine)
+    try:
+        return checkpoints.load_newest(prepared("fsdp"), "checkpoints")
+    except CheckpointError as error:
+        return str(error)
+
+
+@pytest.mark.fault_row(36)
+def test_a_checkpoint_that_only_another_machine_has_is_no_fresh_start(tmp_path):
+    checkpoints.save(prepared("plain"), tmp_path / "machine-1" / "checkpoints" / "step-00000003", step=3)
+    outcomes = forked.run(2, load_apart, tmp_path)
+    assert outcomes[0].value == outcomes[1].value
+    assert re.fullmatch(
+        r"checkpoint: checkpoints: rank 0 \(host \S+\) finds no checkpoint here, rank 1 \(host \S+\) finds step 3; "
+        "use storage that all ranks share.",
+        outcomes[0].value,
+    )

@@ -4,6 +4,9 @@ import pickle
 import re
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -138,6 +141,16 @@ def test_a_machine_that_was_suspended_reads_that_it_is_the_lost_one():
     assert attempts.text_of_loss(here, [0]).startswith("launch: lost machine 0 (a): no sign of life from the launcher")
 
 
+def test_a_machine_that_counted_as_lost_does_not_come_back_into_the_attempt():
+    """Else what its loss did to the ranks, which were ended for it, would be told as the cause."""
+    store = stores.hosted("127.0.0.1", 0)
+    line = store_client.StoreClient(store, 0, 2, lost_s=30)
+    for now, beat in ((0.0, "first"), (31.0, "first"), (32.0, "after it was suspended")):
+        store.set("beat/1", beat)
+        line._beat(now)
+    assert line.lost() == store_client.unsealed(store.get("lost")) == [1]
+
+
 # while machines gather (lines 4 and 5)
 
 SOON = ("--set", "shardkit.launch.meet_timeout_s=4")
@@ -212,6 +225,29 @@ def test_a_machine_that_fails_its_checks_ends_the_others_at_once(monkeypatch, fa
         told.result(60)
 
 
+WITHOUT_SPACE = """
+import sys
+from shardkit.cli.main import main
+from shardkit.launch import folders
+folders.SPACE_BYTES = 1 << 60
+sys.argv[0] = "shardkit"
+main()
+"""
+
+
+@is_slow
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_a_machine_lacks_for_its_ranks_is_told_on_the_others(tmp_path, failing):
+    port = free_port()
+    lacks = [sys.executable, "-c", WITHOUT_SPACE, "launch", "--cpu", *flags(port, failing, script("world"))]
+    with running(folder(tmp_path, 1 - failing), *flags(port, 1 - failing, script("world"))) as other:
+        one = subprocess.run(lacks, cwd=folder(tmp_path, failing), capture_output=True, text=True, timeout=120)
+        assert one.returncode == other.end() == 4, one.stderr + other.text()
+    text = f"the temporary folder {tempfile.gettempdir()} cannot be used ("
+    assert f"launch: {text}" in one.stderr
+    assert f"launch: machine {failing} ({socket.gethostname()}): {text}" in other.text()
+
+
 def test_a_machine_whose_number_is_taken_ends_nothing():
     port = free_port()
     store = stores.hosted("127.0.0.1", port)
@@ -237,7 +273,9 @@ def test_another_script_or_other_arguments_on_a_machine_are_told(tmp_path):
         made = launch_spec(Config(), str(tmp_path / "train.py"), [argument])
         said[number] = {**greeting(made), "host": f"n{number}"}
     assert not meeting.remarks({0: said[0], 1: said[1]})
-    script, arguments = meeting.remarks(said)
+    said[1]["python"] = "3.10.1"
+    script, arguments, python = meeting.remarks(said)
+    assert python.startswith("warning: Python: another on machine 1 (n1) than on machine 0 (n0); ")
     assert script.startswith(
         "warning: the script: another on machine 2 (n2), 4 (n4) than on machine 0 (n0); ranks that"
     )

@@ -51,6 +51,7 @@ def test_a_rank_that_stops_on_another_machine_is_named_on_both(network, tmp_path
         assert re.search(r"rank 1  step 5  forward  for \d+ s  STOPPED \(SIGSTOP\)\n  First to stop: rank 1", said), (
             said
         )
+        assert said.count("/rank*.stack") == 2, "of both machines"
         assert "Traceback" not in said
 
 

@@ -363,6 +363,11 @@ def test_a_port_in_use_names_its_owner():
         assert f"port {port} is in use by pid {os.getpid()} (" in said
         assert "or omit the port to use a free one" in said
         assert not preflight.port_problems(config(main_process_port=0, use_cpu=True))
+        second = Config(num_machines=2, num_processes=2, main_process_ip="127.0.0.1", main_process_port=port)
+        assert texts(preflight.port_problems(second)).endswith(
+            "; if that is machine 0 of this run, give this one its own number with --machine-rank, else choose another "
+            "port with --main 127.0.0.1:PORT."
+        )
         on_another = Config(
             num_machines=2, num_processes=2, main_process_ip="localhost", main_process_port=port, machine_rank=1
         )
@@ -962,6 +967,8 @@ def test_the_rank_that_the_others_wait_for_is_named():
         "  rank 2  exited with code 0",
         "  First to stop: rank 2. The stacks of all ranks are in logs/rank*.stack.",
     ]
+    said = render(rows_of(left, found, 20.0), 5.0, "machine 1 (b): runs/y", "runs/x")
+    assert "The stacks of all ranks are in machine 1 (b): runs/y/rank*.stack, runs/x/rank*.stack." in said
     stopped = rows_of({0: rank(0, 10.0), 1: rank(1, 11.0, stopped_since_s=11.0)}, {}, 20.0)
     assert "First to stop: rank 1" in render(stopped, 5.0, "logs")
     two_waiting = rows_of({0: rank(0, 10.0)}, {0: WAITS}, 20.0) + rows_of({1: rank(1, 11.0)}, {1: WAITS}, 20.0)

@@ -65,6 +65,28 @@ def test_forked_ranks_draw_different_random_numbers(tmp_path):
     assert all(mine != yours for mine, yours in zip(one, other, strict=True))
 
 
+KILLS_ITS_KIN = """
+import os, signal
+from pathlib import Path
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    launcher = os.getppid()
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if int(pid) != os.getpid():
+            os.kill(int(pid), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+print("again")
+"""
+
+
+@is_slow
+def test_ranks_restart_where_what_they_are_forked_from_was_killed_with_them(tmp_path):
+    """As by `pkill -9 -f train.py`, or by the kernel when memory runs out."""
+    (tmp_path / "killed.py").write_text(KILLS_ITS_KIN)
+    done = launch(tmp_path, "-n", "1", "--restarts", "1", "killed.py")
+    assert (done.returncode, done.stdout) == (0, "again\n"), done.stderr
+    assert "killed by SIGKILL" in done.stderr
+
+
 @is_slow
 def test_a_variable_that_torch_reads_takes_effect_wherever_it_is_set(tmp_path):
     package = tmp_path / "elsewhere" / "installed"

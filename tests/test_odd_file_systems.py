@@ -180,7 +180,7 @@ def test_a_checkpoint_that_was_moved_and_linked_is_resumed(tmp_path):
     for path in other.iterdir():
         path.rename(tmp_path / path.name)  # as a disk that is not mounted
     with pytest.raises(
-        CheckpointError, match=r"every checkpoint in .* is damaged; nothing was loaded, and training does"
+        CheckpointError, match=r"no checkpoint in .* can be loaded; nothing was changed, and training does"
     ):
         checkpoints.load_newest(checkpoints.build("plain"), root)
     found = run(["checkpoint", "list", str(root)])

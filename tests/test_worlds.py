@@ -3,6 +3,7 @@
 The variables are those that MPICH's and Open MPI's launchers set when asked, and that the manuals of the others name.
 """
 
+import json
 import os
 import shutil
 import socket
@@ -52,6 +53,31 @@ TRAIN_JOB = {
     "PET_MASTER_PORT": "29400",
 }
 SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "SM_NUM_GPUS": "8"}
+ELASTIC_PYTORCH_JOB = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "PET_NNODES": "1:3",
+    "PET_RDZV_BACKEND": "c10d",
+    "PET_RDZV_ENDPOINT": "job-worker-0:23456",
+}
+ONE_A_MACHINE = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+MASTER = {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "1234"}
+DAEMON = {"SLURM_JOB_ID": "4711", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu02", "SLURM_NODEID": "0"} | {
+    "SLURM_JOB_NODELIST": "gpu[01-02]"
+}
+"""Of mpirun's daemon, which srun starts on all machines but the first."""
+VERTEX = {
+    "CLOUD_ML_JOB_ID": "17",
+    "CLUSTER_SPEC": json.dumps(
+        {
+            "cluster": {
+                "workerpool0": ["job-workerpool0-0:2222"],
+                "workerpool1": ["job-workerpool1-0:2222", "job-workerpool1-1:2222"],
+                "workerpool2": ["reducer:2222"],
+            },
+            "task": {"type": "workerpool1", "index": 1},
+        }
+    ),
+}
 FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1"}
 SKY = {
     "SKYPILOT_NODE_RANK": "1",
@@ -202,6 +228,13 @@ def test_mpirun_itself():
         (SAGEMAKER, ("SageMaker", 2, 1, "algo-1", None, None, 8)),
         (PYTORCH_JOB, ("Kubernetes", 2, 1, "job-master-0", None, 23456, None)),
         ({**PODS, "NNODES": "4", "JOB_COMPLETION_INDEX": "3"}, ("Kubernetes", 4, 3, "job-master-0", None, 23456, None)),
+        (ELASTIC_PYTORCH_JOB, ("Kubernetes", 3, None, "job-worker-0", None, 23456, None, 1)),
+        ({**ELASTIC_PYTORCH_JOB, "PET_RDZV_BACKEND": "etcd"}, ("Kubernetes", 3, None, None, None, None, None, 1)),
+        (ONE_A_MACHINE, ("mpirun (Open MPI)", 2, 1, None, None, None, None)),
+        ({**ONE_A_MACHINE, **MASTER}, ("mpirun (Open MPI)", 2, 1, "10.0.0.9", None, 1234, None)),
+        ({**ONE_A_MACHINE, **DAEMON}, ("mpirun (Open MPI)", 2, 1, "gpu01", "4711", 24711, None)),
+        ({**ONE_A_MACHINE, **SRUN}, ("mpirun (Open MPI)", 2, 1, "gpu03", "4711", 24711, None)),
+        (VERTEX, ("Vertex AI", 3, 2, "job-workerpool0-0", "17", 2222, None)),
     ],
 )
 def test_what_a_launch_takes_from_the_scheduler(variables, says):
@@ -253,9 +286,55 @@ def test_one_launch_a_machine():
         assert launch_problem(variables) is None
     job = schedulers.scheduler(SRUN)
     assert "num_machines is 1; each machine on which this is started trains separately" in str(
-        preflight.job_warning(Config(), job)
+        preflight.job_warning(Config(), job, SRUN)
     )
-    assert preflight.job_warning(Config(num_machines=2, num_processes=2), job) is None
+    assert preflight.job_warning(Config(num_machines=2, num_processes=2), job, SRUN) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", **MASTER},
+            "WORLD_SIZE=2 and RANK=1 say that this is one of 2 processes, and num_machines is 1: each that starts this "
+            "trains separately; where each is a machine of one run, add --num-machines 2 --machine-rank 1 --main "
+            "10.0.0.9:1234, else unset these variables.",
+        ),
+        ({"NNODES": "2", "NODE_RANK": "0"}, "--num-machines 2 --machine-rank 0 --main HOST:PORT"),
+        (
+            {"PBS_JOBID": "1", "PBS_NODEFILE": "/var/spool/pbs/aux/1"},
+            "the hosts of the job (PBS_JOBID) are not listed here (got PBS_NODEFILE='/var/spool/pbs/aux/1'); if it has "
+            "several, each on which this is started trains separately: copy that file to a folder that all share, and "
+            "set PBS_NODEFILE to the copy, ",
+        ),
+    ],
+)
+def test_a_launch_on_one_machine_where_variables_tell_of_others_is_told(variables, says):
+    assert says in str(preflight.job_warning(Config(), None, variables))
+    assert preflight.job_warning(Config(num_machines=2, num_processes=2), None, variables) is None
+    in_a_rank = {**variables, "TORCHELASTIC_RUN_ID": "shardkit-0"}
+    assert preflight.job_warning(Config(), None, in_a_rank) is preflight.job_warning(Config(), None, {}) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"cluster": 1, "task": 2}', '{"cluster": {}, "task": {}}', "9" * 9999]
+)
+def test_a_cluster_of_another_program_is_not_that_of_vertex(text):
+    assert schedulers.scheduler({"CLUSTER_SPEC": text}) is None
+    reducer = VERTEX["CLUSTER_SPEC"].replace('"type": "workerpool1"', '"type": "workerpool2"')
+    assert schedulers.scheduler({"CLUSTER_SPEC": reducer}) is None
+
+
+def test_a_machine_that_its_job_does_not_name_is_not_machine_0():
+    two = Config(num_machines=2, num_processes=2, main_process_ip="no-such-name.invalid")
+    job = schedulers.Scheduler("PBS", 2, None, "no-such-name.invalid")
+    (found,) = preflight.number_problems(two, job)
+    assert found.text == (
+        "launch: machine_rank is missing: the PBS job has 2 machines, from no-such-name.invalid on, and nothing says "
+        f"which one this is (got the host name {socket.gethostname()}); start it with the scheduler's own program on "
+        "each machine, or give each its number with --machine-rank N, from 0 on."
+    )
+    assert preflight.number_problems(Config(**{**two.model_dump(), "main_process_ip": "127.0.0.1"}), job) == []
 
 
 def test_a_launch_that_a_rank_starts_is_told():

@@ -38,7 +38,8 @@ def wait_until_seen(temporary: Path) -> None:
             break
         time.sleep(0.05)
     raise CheckpointError(
-        f"{temporary.parent} is not shared by all ranks: rank 0 made a folder that this rank does not see"
+        f"{temporary.parent} is not shared by all ranks: rank 0 made a folder that this rank does not see; save to "
+        "storage that all machines share, or to an object store"
     )
 
 

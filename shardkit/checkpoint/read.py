@@ -22,23 +22,25 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit import values, wording
-from shardkit.checkpoint import faults, folder, manifest, optimizers, state, state_json, ties
+from shardkit import values
+from shardkit.checkpoint import faults, folder, optimizers, state, state_json, ties
 from shardkit.checkpoint.differences import KEEP, Difference
 from shardkit.checkpoint.fill import Saved
 from shardkit.checkpoint.folder import SkippedFolder
 from shardkit.checkpoint.layout import Index, section_name
 from shardkit.checkpoint.load_plan import LoadOptions, Plan, Unfinished, no_tensor, plan_of, positions, warn_of
 from shardkit.checkpoint.manifest import Manifest
+from shardkit.checkpoint.seen import candidates, open_together
 from shardkit.checkpoint.state import Live, Stateful
-from shardkit.checkpoint.verify import Checkpoint, Files, Span, check_headers, hash_file, open_checkpoint
+from shardkit.checkpoint.verify import Checkpoint, Files, Span, check_headers, hash_file
 from shardkit.distributed import custom_state, random_state
 from shardkit.distributed.control import ControlGroup, LostRank
 from shardkit.distributed.custom_state import CustomState
 from shardkit.distributed.tensors import local_part, outside_inference_mode
 from shardkit.errors import CheckpointCorrupted, CheckpointError, CheckpointUnreachable, StateIncomplete
 from shardkit.log import get_logger
-from shardkit.storage.url import Place, Url
+from shardkit.storage.url import Place
+from shardkit.wording import counted
 
 logger = get_logger(__name__)
 
@@ -51,36 +53,6 @@ class LoadedState:
     common: dict[str, Any]
     random_is_exact: bool
     skipped: tuple[SkippedFolder, ...] = ()
-
-
-def open_together(path: Place, control: ControlGroup) -> Checkpoint:
-    """As `open_checkpoint`, on all ranks. Collective. Raises if the ranks do not read the same manifest."""
-    found, problem, seen, is_unreachable = None, None, None, False
-    try:
-        found = open_checkpoint(path) if control.rank == 0 else Checkpoint(path, manifest.read(path))
-        seen = manifest.self_digest(path)
-    except (CheckpointError, OSError) as error:
-        problem, is_unreachable = str(error), isinstance(path, Url) and isinstance(error, OSError)
-    answer = [problem, seen, is_unreachable]
-    trouble, is_unreachable = control.decide(answer, lambda answers: _not_seen_alike(path, answers))
-    if trouble is not None:
-        raise (CheckpointUnreachable if is_unreachable else CheckpointError)(trouble)
-    assert found is not None
-    return found
-
-
-def _not_seen_alike(path: Place, answers: list[list[Any]]) -> tuple[str | None, bool]:
-    """(the error or None, whether the store is unreachable), from each rank's [problem, digest of the manifest, whether
-    the store is unreachable]."""
-    is_unreachable = any(answer[2] for answer in answers)
-    if answers[0][0] is not None:
-        return f"checkpoint: {answers[0][0]}", is_unreachable
-    problems = [f"rank {rank}: {text}" for rank, (text, *_) in enumerate(answers) if text is not None]
-    if problems:
-        return f"checkpoint: {path}: rank 0 can read it, others cannot: {'; '.join(problems[:3])}", is_unreachable
-    if len({text for _, text, _ in answers}) > 1:
-        return f"checkpoint: {path}: ranks see different checkpoints; use storage that all ranks share.", False
-    return None, False
 
 
 def load(live: Live, path: Place, control: ControlGroup, options: LoadOptions) -> LoadedState:
@@ -99,7 +71,7 @@ def load_newest(live: Live, root: Place, control: ControlGroup, options: LoadOpt
     checkpoint that is undamaged but does not match the model raises an error.
     """
     skipped: list[SkippedFolder] = []
-    for step, name in _candidates(root, control):
+    for step, name in candidates(root, control):
         try:
             checkpoint = open_together(root / name, control)
         except (LostRank, CheckpointUnreachable):
@@ -127,21 +99,9 @@ def _none_left(root: Place, skipped: list[SkippedFolder], unfinished: Unfinished
         text = f"checkpoint: no checkpoint in {root} can be loaded, and the state is now incomplete:\n{reasons}"
         return StateIncomplete(text)
     return CheckpointError(
-        f"checkpoint: every checkpoint in {root} is damaged; nothing was loaded, and training does not restart from "
+        f"checkpoint: no checkpoint in {root} can be loaded; nothing was changed, and training does not restart from "
         f"step 0:\n{reasons}"
     )
-
-
-def _candidates(root: Place, control: ControlGroup) -> list[tuple[int, str]]:
-    """(step, name) of the checkpoints that rank 0 finds, in the order to try them. Collective."""
-
-    def look() -> list[tuple[int, str]]:
-        return [(found.step, found.path.name) for found in folder.candidates(root)] if control.rank == 0 else []
-
-    attempt = control.attempt(look, answer=list, judge=lambda answers: answers[0])
-    if attempt.failure:
-        raise CheckpointError(f"{attempt.failure}.")
-    return attempt.verdict
 
 
 def _warn_of(skipped: list[SkippedFolder], checkpoint: Checkpoint, control: ControlGroup) -> None:
@@ -394,7 +354,7 @@ def _restore_random(checkpoint: Checkpoint, plan: Plan, control: ControlGroup, h
         logger.warning(
             "checkpoint: saved by %s, loading on %d: %s are restored exactly; random generators are seeded from "
             "(seed, step, rank), alike on all ranks where they were.",
-            wording.counted(checkpoint.manifest.world_size, "rank"),
+            counted(checkpoint.manifest.world_size, "rank"),
             control.world_size,
             "weights, optimizer and data position" if has_loaders else "weights and optimizer",
         )

@@ -300,7 +300,7 @@ def checked(
     if preflight.is_on_pod(loaded.config):
         found_problems += map(Problem, pod.problem_of_number(loaded.config, "machine_rank" in settings))
     elif not (dry_run or has_number(loaded)):
-        found_problems += preflight.number_problems(loaded.config)
+        found_problems += preflight.number_problems(loaded.config, found.scheduler)
     try:
         preflight.raise_all([*problems, *found_problems])
     except ShardkitError as error:
@@ -316,7 +316,7 @@ def checked(
         preflight.core_warning(loaded.config, machine),
         preflight.socket_warning(tempfile.gettempdir()),
         preflight.rank_warning(variables),
-        preflight.job_warning(loaded.config, found.scheduler),
+        preflight.job_warning(loaded.config, found.scheduler, variables),
         environment.cpu_note(loaded.config, device, source),
         *_notes_on_meanings(command, is_module, switches, loaded.config.num_processes),
     ):

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardkit import env
+from shardkit.config import host_port
+from shardkit.config.starters import SRUN, STARTERS
 from shardkit.digits import number_in
 from shardkit.errors import ConfigError
 
 FIRST_PORT, PORTS = 20000, 10000
 """Ports for jobs: below ephemeral ports (from 32768 on Linux), above those of services."""
+VERTEX_POOLS = ("workerpool0", "workerpool1")
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ def scheduler(variables: Mapping[str, str] | None = None) -> Scheduler | None:
     ConfigError where the number of machines is invalid.
     """
     variables = env.copy() if variables is None else variables
-    for read in (_skypilot, _sagemaker, _torchrun, _slurm, _lsf, _pbs, _kubernetes):
+    for read in (_skypilot, _sagemaker, _vertex, _torchrun, _mpirun, *AROUND_MPIRUN, _kubernetes):
         found = read(variables)
         if found is not None:
             return found
@@ -87,8 +90,27 @@ def _listed(text: str) -> list[str]:
     return found if isinstance(found, list) and all(isinstance(host, str) for host in found) else []
 
 
+def _vertex(variables: Mapping[str, str]) -> Scheduler | None:
+    """Vertex AI lists its worker pools as JSON: the first has machine 0 alone, the second the other machines; further
+    ones, and other programs' values of this variable, are of no launch.
+
+    https://cloud.google.com/vertex-ai/docs/training/distributed-training
+    """
+    try:
+        spec = json.loads(variables.get("CLUSTER_SPEC", ""))
+        pools = [list(map(str, spec["cluster"].get(name, ()))) for name in VERTEX_POOLS]
+        pool, index = VERTEX_POOLS.index(spec["task"]["type"]), int(spec["task"]["index"])
+        host, port = host_port.split(pools[0][0])
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return None
+    rank = sum(map(len, pools[:pool])) + index
+    job = variables.get("CLOUD_ML_JOB_ID")
+    return Scheduler("Vertex AI", sum(map(len, pools)), rank, host or None, job, number_in(port))
+
+
 def _torchrun(variables: Mapping[str, str]) -> Scheduler | None:
-    """torchrun's flags as PET_* variables, as set by a Kubeflow TrainJob."""
+    """torchrun's flags as PET_* variables, as set by a Kubeflow TrainJob; an elastic PyTorchJob sets the rendezvous'
+    endpoint in place of an address."""
     if "PET_NNODES" not in variables:
         return None
     least, most = machine_range(variables["PET_NNODES"]) or (0, 0)
@@ -96,16 +118,32 @@ def _torchrun(variables: Mapping[str, str]) -> Scheduler | None:
         raise ConfigError(
             f"PET_NNODES: is a number of machines, or MIN:MAX (got {variables['PET_NNODES']!r}); set it so."
         )
+    is_other = variables.get("PET_RDZV_BACKEND", "c10d") not in ("c10d", "static")  # etcd's server is no machine
+    host, port = host_port.split("" if is_other else variables.get("PET_RDZV_ENDPOINT", ""))
     return Scheduler(
         "Kubernetes" if "KUBERNETES_SERVICE_HOST" in variables else "torchrun's PET_*",
         most,
         number(variables, "PET_NODE_RANK", "JOB_COMPLETION_INDEX"),
-        variables.get("PET_MASTER_ADDR") or variables.get("MASTER_ADDR"),
+        variables.get("PET_MASTER_ADDR") or variables.get("MASTER_ADDR") or host or None,
         variables.get("HOSTNAME"),
-        number(variables, "PET_MASTER_PORT", "MASTER_PORT"),
+        number(variables, "PET_MASTER_PORT", "MASTER_PORT") or number_in(port),
         number(variables, "PET_NPROC_PER_NODE"),
         least if least < most else None,
     )
+
+
+def _mpirun(variables: Mapping[str, str]) -> Scheduler | None:
+    """Where mpirun starts one task per machine (`mpirun -npernode 1 shardkit launch`). A scheduler around it may know
+    the address of the first machine; its own numbers may be those of mpirun's daemons."""
+    for starter in STARTERS:
+        size, rank = number(variables, starter.size) or 1, number(variables, starter.rank)
+        if starter is SRUN or size == 1 or rank is None or number(variables, starter.local_size) != 1:
+            continue
+        around = next((found for read in AROUND_MPIRUN if (found := read(variables))), Scheduler(""))
+        first = around.main_address if around.machines == size else first_host(variables.get("SLURM_JOB_NODELIST", ""))
+        port = number(variables, "MASTER_PORT") or around.main_port
+        return Scheduler(starter.name, size, rank, variables.get("MASTER_ADDR") or first, around.job, port)
+    return None
 
 
 def _slurm(variables: Mapping[str, str]) -> Scheduler | None:
@@ -169,6 +207,10 @@ def _hosts_in(path: str) -> list[str]:
         return list(dict.fromkeys(Path(path).read_text(errors="replace").split()))
     except OSError:
         return []
+
+
+AROUND_MPIRUN = (_slurm, _lsf, _pbs)
+"""Those in whose jobs mpirun is used."""
 
 
 def port_of(job: str) -> int:

@@ -10,44 +10,17 @@ import contextlib
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from shardkit.config.host_port import with_brackets
 from shardkit.config.scheduler import Scheduler, first_host, number, port_of, scheduler
+from shardkit.config.starters import SRUN, STARTERS, Starter
 from shardkit.digits import number_in
 from shardkit.errors import ConfigError
 from shardkit.wording import counted
 
 LOOPBACK = "127.0.0.1"
 ALONE = "or set RANK=0 WORLD_SIZE=1 for a single process"
-
-
-@dataclass(frozen=True)
-class Starter:
-    """A program that starts one task per rank, and its environment variables."""
-
-    name: str
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
-
-
-def _mpi(name: str, prefix: str) -> Starter:
-    return Starter(name, *(f"{prefix}_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
-
-
-SRUN = Starter("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-STARTERS = (
-    _mpi("mpirun (Open MPI)", "OMPI_COMM_WORLD"),
-    _mpi("mpirun (MVAPICH)", "MV2_COMM_WORLD"),
-    _mpi("jsrun", "JSM_NAMESPACE"),
-    Starter("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    _mpi("mpiexec", "PMI"),
-    Starter("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_TASK_LOCAL_SIZE"),
-    SRUN,
-)
-"""Inner starters first: mpirun's processes may be srun's tasks. srun itself may set the first two PMI variables."""
 
 
 def world_of(variables: Mapping[str, str]) -> dict[str, str] | None:
@@ -203,6 +176,30 @@ def left_alone(variables: Mapping[str, str]) -> str | None:
     if "SLURM_JOB_ID" not in variables or "SLURM_STEP_ID" in variables or tasks == 1:
         return None
     return f"the SLURM job has {tasks} tasks, and this is one process outside of srun; use srun, or shardkit launch."
+
+
+def launch_left_alone(variables: Mapping[str, str]) -> str | None:
+    """A warning where a launch on one machine is one of several that are started, as far as variables tell that no
+    scheduler's job was read from; else None. In a rank of another launch, `preflight.rank_warning` says more."""
+    if scheduler(variables) is not None or "TORCHELASTIC_RUN_ID" in variables:
+        return None
+    for job, hosts in (("PBS_JOBID", "PBS_NODEFILE"), ("LSB_JOBID", "LSB_DJOB_HOSTFILE")):
+        if job in variables:
+            return (
+                f"the hosts of the job ({job}) are not listed here (got {hosts}={variables.get(hosts)!r}); if it has "
+                f"several, each on which this is started trains separately: copy that file to a folder that all share, "
+                f"and set {hosts} to the copy, or add --num-machines, --machine-rank and --main."
+            )
+    for size, rank in (("WORLD_SIZE", "RANK"), ("NNODES", "NODE_RANK"), ("NUM_NODES", "NODE_RANK")):
+        count, place = number(variables, size), number(variables, rank)
+        if count is not None and place is not None and count > 1:
+            address, port = variables.get("MASTER_ADDR", "HOST"), variables.get("MASTER_PORT", "PORT")
+            return (
+                f"{size}={count} and {rank}={place} say that this is one of {count} processes, and num_machines is 1: "
+                f"each that starts this trains separately; where each is a machine of one run, add --num-machines "
+                f"{count} --machine-rank {place} --main {with_brackets(address)}:{port}, else unset these variables."
+            )
+    return None
 
 
 def launch_problem(variables: Mapping[str, str]) -> str | None:

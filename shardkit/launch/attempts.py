@@ -157,12 +157,14 @@ def attempted(
     spec: LaunchSpec, start: Start, machines: "Meeting", log_dir: Path, restart: int
 ) -> tuple[LaunchAttempt, ShardkitError | None]:
     """Runs the ranks once; returns the result, and the error if they failed. Raises MachineError."""
-    with folders.temporary() as folder:
-        env.update(run_variables(spec, log_dir, folder))
-        output = Output(
-            folder, log_dir, spec.ranks_here, len(str(spec.world_size - 1)), spec.shown_ranks, spec.has_prefix
-        )
-        output.start()
+    with contextlib.ExitStack() as stack:
+        with machines.telling_what_lacks():
+            folder = stack.enter_context(folders.temporary())
+            env.update(run_variables(spec, log_dir, folder))
+            output = Output(
+                folder, log_dir, spec.ranks_here, len(str(spec.world_size - 1)), spec.shown_ranks, spec.has_prefix
+            )
+            output.start()
         try:
             attempt = run_once(spec, start, machines, folder, log_dir, restart)
         finally:
@@ -344,8 +346,9 @@ def outcomes_of(watch: Monitor, ended: "Ended", errors: dict[int, rank_files.Ran
 def error_of(attempt: LaunchAttempt, spec: LaunchSpec, output: Output) -> ShardkitError:
     """The error of a failed attempt. Shows the traceback of the rank that failed first only."""
     if attempt.hang:
-        logs = attempt.logs[min(attempt.hang, key=lambda row: row.order).rank]
-        text = hangs.render(attempt.hang, spec.launch.hang_timeout_s, logs)
+        first = min(attempt.hang, key=lambda row: row.order).rank
+        folders_of_all = dict.fromkeys([attempt.logs[first], *attempt.logs.values()])
+        text = hangs.render(attempt.hang, spec.launch.hang_timeout_s, *folders_of_all)
         return HangError(text + diagnosis.saved(attempt.committed_step))
     found = diagnosis.diagnose(attempt.outcomes)
     stop, root, logs = attempt.stop, found.outcome, attempt.logs[found.rank]

@@ -27,13 +27,14 @@ from typing import Any, NoReturn
 from shardkit import env
 from shardkit.errors import MachineError
 from shardkit.fast_exit import exit_without_interpreter_teardown, exit_without_torch_teardown
-from shardkit.launch import bootstrap, preloaded
+from shardkit.launch import bootstrap, preloaded, processes
 from shardkit.launch.preloaded import Before, Preloaded, Taken
 from shardkit.launch.spec import python_command
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 """Signals that the template blocks, since schedulers signal every process of a job."""
+DIED = "the template process has died"
 
 # ---- whether ranks can be forked ----
 
@@ -137,6 +138,8 @@ class Template:
         """Why ranks cannot be forked after the modules were imported; None if they can."""
         if self._problem == "unknown":
             self._problem = self._read()["problem"]
+        if self._problem is None and processes.exit_code(self.pid) is not None:
+            self._problem = DIED
         return self._problem
 
     def start(self, arguments: Sequence[str], shared: Mapping[str, str], own: Sequence[Mapping[str, str]]) -> list[int]:
@@ -163,11 +166,12 @@ class Template:
         return list(answer["pids"])
 
     def _read(self) -> dict[str, Any]:
-        return json.loads(self._stream.readline() or b'{"problem": "the template process has died"}')
+        return json.loads(self._stream.readline() or json.dumps({"problem": DIED}))
 
     def close(self) -> None:
         """End the template. Ranks are not affected."""
-        self._stream.close()
+        with suppress(OSError):  # of a request that a dead template has not read
+            self._stream.close()
         with suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 

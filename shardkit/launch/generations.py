@@ -149,6 +149,7 @@ class Leader:
 
         limits, announcement = self._spec.launch, Announcement(say)
         began_s, enough_s = time.monotonic(), None
+        why = f"{self._why}; " if self._why else ""
         while True:
             members, now = self._roster.members(), time.monotonic()
             if membership.best_size(self._sizes, len(members)):
@@ -165,11 +166,11 @@ class Leader:
                 needed = min(size for size, problem in self._sizes.items() if problem is None)
                 if now - began_s > limits.meet_timeout_s:
                     raise MachineError(
-                        f"launch: {len(members)} of {needed} machines that a world needs came within "
+                        f"launch: {why}{len(members)} of {needed} machines that a world needs came within "
                         f"{limits.meet_timeout_s:g} s; start the same command there."
                     )
                 here = f"{len(members)} {'is' if len(members) == 1 else 'are'} here"
-                announcement.make(f"waiting for machines, {here}, a world needs {needed}")
+                announcement.make(f"{why}waiting for machines, {here}, a world needs {needed}")
             time.sleep(POLL_S)
 
     def _goes_on(self, generation: Generation) -> bool:

@@ -135,12 +135,14 @@ def rows_of(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], now: float) -> 
     return rows
 
 
-def render(rows: Iterable[HangRow], timeout_s: float, logs: str) -> str:
-    """The report on a hang: the table of all ranks, and the rank that the others wait for."""
+def render(rows: Iterable[HangRow], timeout_s: float, *logs: str) -> str:
+    """The report on a hang: the table of all ranks, and the rank that the others wait for. `logs`: the log folders of
+    all machines."""
     rows = sorted(rows, key=lambda row: row.rank)
     first = min(rows, key=lambda row: row.order).rank
     lines = [f"launch: HANG, no progress for {timeout_s:g} s", *(row.text for row in rows)]
-    lines.append(f"  First to stop: rank {first}. The stacks of all ranks are in {logs}/rank*.stack.")
+    stacks = first_few([f"{folder}/rank*.stack" for folder in logs], 4)
+    lines.append(f"  First to stop: rank {first}. The stacks of all ranks are in {stacks}.")
     if all(row.waits for row in rows):
         lines.append("  Every rank waits for its peers: their collectives do not match, or the network is blocked.")
         if len({row.at for row in rows if row.at}) > 1:

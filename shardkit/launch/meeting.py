@@ -104,6 +104,18 @@ class Meeting:
         """The first alarm of any machine, or None."""
         return self.line.hears_alarm(name) if self.line is not None else None
 
+    @contextlib.contextmanager
+    def telling_what_lacks(self) -> Iterator[None]:
+        """A context in which what this machine lacks (space, processes) ends the others with its text: they would only
+        find that it is gone. Not in an elastic run, which goes on without it."""
+        try:
+            yield
+        except (MachineError, OSError) as error:
+            if self.line is not None and not self.numbers:
+                text = str(error).removeprefix("launch: ")
+                self.line.tell_refusal(MachineError(f"launch: {self.name_of(self.machine)}: {text}"))
+            raise
+
     def name_of(self, machine: int) -> str:
         """The machine's number and, once known, its name."""
         number = self.numbers[machine] if self.numbers else machine
@@ -250,7 +262,7 @@ def refuse_differences(line: StoreClient, found: dict[int, Any]) -> None:
 def remarks(found: dict[int, Any]) -> list[str]:
     """Warnings of what usually is the same on all machines of a run, from their greetings."""
     texts = []
-    for key, what in (("script", "the script"), ("arguments", "the script's arguments")):
+    for key, what in (("script", "the script"), ("arguments", "the script's arguments"), ("python", "Python")):
         others = [machine for machine in sorted(found) if found[machine].get(key) != found[0].get(key)]
         if others:
             names = first_few([f"{machine} ({found[machine]['host']})" for machine in others], 4)

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
-from shardkit.config import tasks, xla
+from shardkit.config import host_port, tasks, xla
 from shardkit.config.hardware import Hardware
 from shardkit.config.scheduler import Scheduler
 from shardkit.config.schema import Config
@@ -128,13 +128,22 @@ def machines_problems(config: Config) -> list[Problem]:
     return [Problem(f"launch: {config.num_machines} machines need the address of machine 0; give --main HOST:PORT.")]
 
 
-def number_problems(config: Config) -> list[Problem]:
+def number_problems(config: Config, job: Scheduler | None = None) -> list[Problem]:
     """Whether this machine, to which nobody gave a number, may be machine 0, which is the default: else several would
-    take themselves for it, and wait. An elastic run gives out the numbers itself."""
+    take themselves for it, and wait. An elastic run gives out the numbers itself. `job`: the scheduler's."""
     host = config.main_process_ip
     if config.num_machines == 1 or host is None or config.shardkit.launch.min_machines is not None:
         return []
-    if addresses.resolve(host) is None or _is_here(host):
+    if _is_here(host):
+        return []
+    if job is not None and job.machines == config.num_machines:
+        text = (
+            f"launch: machine_rank is missing: the {job.name} job has {job.machines} machines, from {host} on, and "
+            f"nothing says which one this is (got the host name {socket.gethostname()}); start it with the scheduler's "
+            "own program on each machine, or give each its number with --machine-rank N, from 0 on."
+        )
+        return [Problem(text)]
+    if addresses.resolve(host) is None:
         return []
     text = (
         f"launch: machine_rank is missing, and {host} is not an address of this machine, as it would be of machine 0 "
@@ -190,11 +199,14 @@ def port_problems(config: Config) -> list[Problem]:
     meeting = rendezvous_of(config)
     if meeting.port == 0 or config.machine_rank != 0 or not _is_here(meeting.host) or ports.is_free(meeting.port):
         return []
-    text = (
-        f"launch: port {meeting.port} is in use by {ports.owner(meeting.port)}; "
-        f"choose another with --main {meeting.host}:PORT"
-        + (", or omit the port to use a free one." if config.num_machines == 1 else ".")
-    )
+    if config.num_machines == 1:
+        advice = f"choose another with --main {meeting.host}:PORT, or omit the port to use a free one."
+    else:
+        advice = (
+            "if that is machine 0 of this run, give this one its own number with --machine-rank, else choose another "
+            f"port with --main {host_port.with_brackets(meeting.host)}:PORT."
+        )
+    text = f"launch: port {meeting.port} is in use by {ports.owner(meeting.port)}; {advice}"
     return [Problem(text, EXIT_MACHINE)]
 
 
@@ -282,8 +294,11 @@ def rank_warning(variables: Mapping[str, str]) -> str | None:
     )
 
 
-def job_warning(config: Config, job: Scheduler | None) -> str | None:
-    """A warning if the scheduler's job has another number of machines than the configuration; else None."""
+def job_warning(config: Config, job: Scheduler | None, variables: Mapping[str, str]) -> str | None:
+    """A warning if the scheduler's job, or what else variables tell, has another number of machines than the
+    configuration; else None."""
+    if job is None and config.num_machines == 1 and (text := tasks.launch_left_alone(variables)):
+        return f"warning: {text}"
     if job is None or job.machines == config.num_machines:
         return None
     alone = "; each machine on which this is started trains separately" if config.num_machines == 1 else ""

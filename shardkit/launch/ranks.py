@@ -38,7 +38,8 @@ def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart:
     """Starts the ranks, and waits until all have succeeded, or one has failed here or on another machine."""
     own = [variables_of(spec, meeting, folder, restart, local_rank) for local_rank in range(spec.ranks_here)]
     attempt = name_of(restart)
-    processes = start(own)
+    with meeting.telling_what_lacks():
+        processes = start(own)
     alarm = None
     try:
         while alarm is None and not over(processes):

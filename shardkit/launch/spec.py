@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import shlex
 import socket
 import subprocess
@@ -208,6 +209,7 @@ def greeting(spec: LaunchSpec) -> dict[str, Any]:
         "pid": os.getpid(),
         "shardkit": __version__,
         "torch": _version("torch"),
+        "python": platform.python_version(),
         "num_machines": spec.num_machines,
         "num_processes": spec.world_size,
         "config": files.shared_values(spec.config),

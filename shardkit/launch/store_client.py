@@ -115,10 +115,11 @@ class StoreClient:
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raise an error here and on all machines that wait."""
-        self._tell_refusal(error)
+        self.tell_refusal(error)
         raise error
 
-    def _tell_refusal(self, error: Exception) -> None:
+    def tell_refusal(self, error: Exception) -> None:
+        """Let an error be raised on all machines that wait."""
         with contextlib.suppress(Exception):
             self._store.set("refused", sealed({"text": str(error), "is_config": isinstance(error, ConfigError)}))
 
@@ -156,18 +157,27 @@ class StoreClient:
                 self._turn_s = time.monotonic()
                 self._closing.wait(POLL_S) if not goodbye_s else time.sleep(POLL_S)
         except (ConfigError, MachineError) as error:
-            self._tell_refusal(error)
+            self.tell_refusal(error)
             self._error = error
+            self._let_others_read()
         except Exception:  # the store is gone
             self._lost = [0]
 
     def _may_leave(self) -> bool:
-        """Whether the thread may end. Machine 0 waits for the others, since it hosts the store."""
+        """Whether the thread may end. Machine 0 waits for the others that came, since it hosts the store."""
         if self._machine:
             self._store.set(f"left/{self._machine}", "1")
             return True
         others = [machine for machine in range(1, self._machines) if machine not in self._lost]
-        return all(self._store.check([f"left/{machine}"]) for machine in others)
+        here = [machine for machine in others if self._store.check([f"beat/{machine}"])]
+        return all(self._store.check([f"left/{machine}"]) for machine in here)
+
+    def _let_others_read(self) -> None:
+        """Wait, on machine 0, until the others have read a refusal, or for GOODBYE_S."""
+        until = time.monotonic() + GOODBYE_S
+        with contextlib.suppress(Exception):  # the store is gone
+            while not self._may_leave() and time.monotonic() < until:
+                time.sleep(POLL_S)
 
     def _send(self) -> None:
         for name in [name for name in self._said if name not in self._sent]:
@@ -222,7 +232,8 @@ class StoreClient:
                 beat = self._store.get(f"beat/{machine}")
                 if self._beats.get(machine, (b"", 0.0))[0] != beat:
                     self._beats[machine] = (beat, now)
-        lost = [machine for machine, (_, since_s) in self._beats.items() if now - since_s > self._lost_s]
+        silent = {machine for machine, (_, since_s) in self._beats.items() if now - since_s > self._lost_s}
+        lost = sorted(silent.union(self._lost))  # for good: the ranks of the others are ended for it already
         if lost != self._lost:
             self._lost = lost
             self._store.set("lost", sealed(lost))

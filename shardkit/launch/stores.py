@@ -28,7 +28,7 @@ def hosted(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> TCPSt
     except OSError as error:
         raise MachineError(
             f"launch: cannot listen on {joined(address, port)} ({error.strerror}); choose another port with "
-            "--main HOST:PORT."
+            "--main HOST:PORT, or, if that is machine 0 of this run, give this one its own --machine-rank."
         ) from None
     with listener:
         return TCPStore(

@@ -1,0 +1,74 @@
+"""The checkpoints that the ranks of a load see: those to try, and that each is the same one on all ranks."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+from shardkit.checkpoint import folder, manifest
+from shardkit.checkpoint.verify import Checkpoint, open_checkpoint
+from shardkit.distributed.control import ControlGroup
+from shardkit.errors import CheckpointError, CheckpointUnreachable
+from shardkit.storage.url import Place, Url
+
+
+def candidates(root: Place, control: ControlGroup) -> list[tuple[int, str]]:
+    """(step, name) of the checkpoints that rank 0 finds, in the order to try them. Collective."""
+
+    def look() -> list[tuple[int, str]]:
+        return [(found.step, found.path.name) for found in folder.candidates(root)] if control.rank == 0 else []
+
+    attempt = control.attempt(look, answer=list, judge=lambda answers: answers[0])
+    if attempt.failure:
+        raise CheckpointError(f"{attempt.failure}.")
+    if not attempt.verdict and not isinstance(root, Url):
+        _refuse_storage_of_one_machine(root, control)
+    return attempt.verdict
+
+
+def _refuse_storage_of_one_machine(root: Path, control: ControlGroup) -> None:
+    """Raises CheckpointError, on all ranks, where others find checkpoints and rank 0 none: it would start from step 0,
+    and the first save would fail. Collective."""
+
+    def look() -> list[Any]:
+        return [socket.gethostname(), next((found.step for found in folder.steps(root)), None)]
+
+    def judge(answers: list[list[Any]]) -> str:
+        those = [(rank, host, step) for rank, (host, step) in enumerate(answers) if step is not None]
+        seen = ", ".join(f"rank {rank} (host {host}) finds step {step}" for rank, host, step in those[:3])
+        here = f"rank 0 (host {answers[0][0]}) finds no checkpoint here"
+        return f"checkpoint: {root}: {here}, {seen}; use storage that all ranks share" if seen else ""
+
+    attempt = control.attempt(look, answer=list, judge=judge)
+    if problem := attempt.failure or attempt.verdict:
+        raise CheckpointError(f"{problem}.")
+
+
+def open_together(path: Place, control: ControlGroup) -> Checkpoint:
+    """As `open_checkpoint`, on all ranks. Collective. Raises if the ranks do not read the same manifest."""
+    found, problem, seen, is_unreachable = None, None, None, False
+    try:
+        found = open_checkpoint(path) if control.rank == 0 else Checkpoint(path, manifest.read(path))
+        seen = manifest.self_digest(path)
+    except (CheckpointError, OSError) as error:
+        problem, is_unreachable = str(error), isinstance(path, Url) and isinstance(error, OSError)
+    answer = [problem, seen, is_unreachable]
+    trouble, is_unreachable = control.decide(answer, lambda answers: _not_seen_alike(path, answers))
+    if trouble is not None:
+        raise (CheckpointUnreachable if is_unreachable else CheckpointError)(trouble)
+    assert found is not None
+    return found
+
+
+def _not_seen_alike(path: Place, answers: list[list[Any]]) -> tuple[str | None, bool]:
+    """(the error or None, whether the store is unreachable), from each rank's [problem, digest of the manifest, whether
+    the store is unreachable]."""
+    is_unreachable = any(answer[2] for answer in answers)
+    if answers[0][0] is not None:
+        return f"checkpoint: {answers[0][0]}", is_unreachable
+    problems = [f"rank {rank}: {text}" for rank, (text, *_) in enumerate(answers) if text is not None]
+    if problems:
+        text = f"checkpoint: {path}: rank 0 can read it, others cannot; use storage that all ranks share, and can read"
+        return f"{text}: {'; '.join(problems[:3])}", is_unreachable
+    if len({text for _, text, _ in answers}) > 1:
+        return f"checkpoint: {path}: ranks see different checkpoints; use storage that all ranks share.", False
+    return None, False
