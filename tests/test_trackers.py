@@ -106,6 +106,23 @@ def test_every_rank_logs_and_rank_0_writes(ranks, tmp_path):
     assert json.loads((folder / "config.json").read_text()) == {"lr": 0.1, "path": str(tmp_path)}
 
 
+def started_on_the_main_process_alone(folder: Path) -> list[Any]:
+    accelerator = Accelerator(log_with="csv", project_dir=folder)
+    if accelerator.is_main_process:
+        accelerator.init_trackers("run")
+    accelerator.log({"loss": 1})
+    accelerator.get_tracker("csv").log({"loss": 2}, step=3)
+    accelerator.get_tracker("csv", unwrap=True)
+    named = [tracker.name for tracker in accelerator.trackers]
+    accelerator.end_training()
+    return named
+
+
+def test_where_the_main_process_alone_starts_trackers_others_get_one_that_does_nothing(ranks, tmp_path):
+    assert ranks.run(2, in_own_world, started_on_the_main_process_alone, tmp_path) == [["csv", "jsonl"], []]
+    assert (tmp_path / "run" / "metrics.csv").read_text().splitlines()[2].startswith("3,2")
+
+
 class Failing(Mine):
     def finish(self) -> None:
         raise ConnectionError("the tracker's server is gone")

@@ -94,7 +94,10 @@ class Trackers:
                 tracker.store_init_configuration(dict(config))
 
     def get(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of that name, or its native object; on other ranks a placeholder that does nothing."""
+        """The tracker of that name, or its native object; on other ranks a placeholder that does nothing, also where a
+        script has called `init_trackers` on the main process only."""
+        if not self._by_name and not self._is_main:
+            return NoTracker(name)
         by_name = self._by_name | {tracker.name: tracker for tracker in self.active}
         found = by_name.get(name)
         if found is None:
