@@ -240,6 +240,21 @@ def test_blocks_are_changed_once_by_several_accelerators(ranks, config):
         assert "activation checkpointing" in shown
 
 
+def dtypes_of_compute(config: dict) -> list[torch.dtype]:
+    accelerator, model, found = Accelerator(config=config | {"mixed_precision": "bf16"}), Model(), []
+    model.head.register_forward_hook(lambda _, __, output: found.append(output.dtype))
+    for _ in range(2):
+        model = accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=False)
+        accelerator.free_memory()
+        accelerator.prepare(model)(torch.ones(2, 6))
+    return found
+
+
+@pytest.mark.parametrize("config", BOTH)
+def test_a_model_whose_forward_was_restored_computes_in_mixed_precision_when_it_is_prepared_again(ranks, config):
+    assert ranks.run(2, dtypes_of_compute, config) == [[torch.bfloat16] * 2] * 2
+
+
 def weights_loaded_later(config: dict, path: str) -> list[list[torch.Tensor]]:
     """Weights given for a model that is prepared already: for evaluation, for training, by an earlier Accelerator."""
     found = []

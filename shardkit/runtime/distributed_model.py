@@ -1,4 +1,4 @@
-"""A model is distributed over the ranks once, whatever prepares it again: the same run, or another Accelerator."""
+"""A model is sharded once, whatever prepares it again: the same run, or another Accelerator."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,33 +25,29 @@ class _Before:
     names: rebind.ParameterNames
 
 
-_before: WeakKeyDictionary[nn.Module, _Before] = WeakKeyDictionary()
-"""Of each model that any Accelerator of this process has distributed: how, and its parameters' names before."""
+_sharded_before: WeakKeyDictionary[nn.Module, _Before] = WeakKeyDictionary()
+"""Of each model that any Accelerator of this process has sharded: how, and its parameters' names before."""
 
 
 def distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) -> rebind.ParameterNames:
     """Distributes the model, in place. Returns its parameters' names before. Collective.
 
-    A model that was distributed before with the same settings (before `free_memory`, for evaluation, or by an earlier
-    Accelerator) only gets `weights`, where given, and is moved to the rank's device unless it is sharded.
+    A model that is sharded already with the same settings (before `free_memory`, or by an earlier Accelerator) only
+    gets `weights`, where given.
     """
-    from shardkit.sharding import parallelize
+    from shardkit.sharding.parallelize import distribute
 
-    names, cut, before = rebind.ParameterNames.of(model), _cut_of(run), _before.get(model)
-    is_sharded = run.mesh is not None or run.config.mode == "xla"
-    if before is not None and before.cut == cut:
-        if is_sharded:
-            names = before.names
-            _refuse_added(model, names)
-        else:
-            parallelize.place_again(model, run.config, run.process, moves)
-        load(run, model, weights)
-        return names
     precision.autocast_forward(model, run.config, run.device)
+    names, cut = rebind.ParameterNames.of(model), _cut_of(run)
+    if (before := _sharded_before.get(model)) is not None and before.cut == cut:
+        _refuse_added(model, before.names)
+        load(run, model, weights)
+        return before.names
     if run.mesh is not None and not moves:
         log.info("device_placement: no effect on %s: FSDP places its shards.", type(model).__name__)
-    parallelize.distribute(model, run.config, run.mesh, run.process, None if weights is None else Path(weights), moves)
-    _before[model] = _Before(cut, names)
+    distribute(model, run.config, run.mesh, run.process, None if weights is None else Path(weights), moves)
+    if run.mesh is not None or run.config.mode == "xla":
+        _sharded_before[model] = _Before(cut, names)
     return names
 
 
@@ -64,7 +60,7 @@ def load(run: Run, model: nn.Module, weights: str | Path | None) -> None:
 
 
 def _cut_of(run: Run) -> Any:
-    """What a model's parts depend on: equal values mean that a model is distributed as this run distributes it."""
+    """What a model's parts depend on: equal values mean that a model is sharded as this run shards it."""
     config, section = run.config, run.config.shardkit
     changes = (section.precision, section.compile, section.recompute, section.recompute_every)
     return (

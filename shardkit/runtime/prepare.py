@@ -77,8 +77,7 @@ def for_evaluation(
     if run.config.mode == "fsdp":
         _refuse_shared(run, [model])
     (moves,) = _placement(run, [model], [device_placement])
-    distributed_model.distributed(run, model, weights, moves)
-    run.evaluated.add(model)
+    run.evaluated[model] = distributed_model.distributed(run, model, weights, moves)
     if run.config.mode == "ddp":
         from shardkit.sharding.ddp import take_names_of_replicas
 
@@ -195,8 +194,11 @@ def _model(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) 
     from shardkit.sharding.ddp import replicate
     from shardkit.sharding.parallelize import at_end_of_backward
 
-    run.evaluated.discard(model)
-    names = distributed_model.distributed(run, model, weights, moves)
+    names = run.evaluated.pop(model, None)
+    if names is None:
+        names = distributed_model.distributed(run, model, weights, moves)
+    else:
+        distributed_model.load(run, model, weights)
     _warn_of_composed(run, model)
     parallel = model if run.mesh is not None else replicate(model, run.config, run.process)
     if parallel not in run.watched:

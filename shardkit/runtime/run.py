@@ -91,8 +91,8 @@ class Run:
     watched: WeakSet[nn.Module] = field(default_factory=WeakSet)
     """Models whose backwards this run notes, also those dropped since."""
     models: list[nn.Module] = field(init=False)
-    evaluated: set[nn.Module] = field(init=False)
-    """Models prepared for evaluation."""
+    evaluated: dict[nn.Module, rebind.ParameterNames] = field(init=False)
+    """Models prepared for evaluation, with the names of their parameters before."""
     optimizers: list[AcceleratedOptimizer] = field(init=False)
     schedulers: list[AcceleratedScheduler] = field(init=False)
     loaders: list[PreparedLoader] = field(init=False)
@@ -114,7 +114,7 @@ class Run:
     def forget(self) -> None:
         """Drops all prepared objects; the step counters keep counting."""
         self.models, self.optimizers, self.schedulers = [], [], []
-        self.evaluated = set()
+        self.evaluated = {}
         self.loaders, self.registered, self.taken = [], [], []
         self.is_resumed = self.is_announced = self.is_triggered = False
         self.counters.forget_window()

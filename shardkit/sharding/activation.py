@@ -107,12 +107,20 @@ def _keeping_products() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def change_forward(block: nn.Module, around: Callable[..., Any]) -> None:
+_CHANGES = "_shardkit_changes"
+
+
+def change_forward(block: nn.Module, name: str, around: Callable[..., Any]) -> None:
     """Make the block's forward `around(block, forward, *args, **kwargs)`. It stays a method, so that a copy of the
-    block computes with the copy's own parameters."""
+    block computes with the copy's own parameters. A block gets a change of this `name` once, also where its model is
+    prepared again."""
     forward: Any = block.forward
+    changes = getattr(forward, _CHANGES, ())
+    if name in changes:
+        return
     if getattr(forward, "__self__", None) is not block:
         block.forward = update_wrapper(partial(around, block, forward), forward)
+        setattr(block.forward, _CHANGES, (*changes, name))
         return
     function = forward.__func__
 
@@ -120,6 +128,7 @@ def change_forward(block: nn.Module, around: Callable[..., Any]) -> None:
     def changed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return around(self, partial(function, self), *args, **kwargs)
 
+    setattr(changed, _CHANGES, (*changes, name))
     block.forward = MethodType(changed, block)
 
 
@@ -145,7 +154,7 @@ def _checkpoint(block: nn.Module, keeps_products: bool) -> None:
             return recomputed(context_fn=partial(contexts, block))
         return recomputed(context_fn=_keeping_products) if keeps_products else recomputed()
 
-    change_forward(block, recomputing)
+    change_forward(block, "recompute", recomputing)
 
 
 class _Both:

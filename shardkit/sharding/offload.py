@@ -63,7 +63,7 @@ def _offload(block: nn.Module, copies: _Copies) -> None:
         with saved_tensors_hooks(pack, _unpack):
             return forward(*args, **kwargs)
 
-    change_forward(block, offloading)
+    change_forward(block, "offload", offloading)
 
 
 def _unpack(kept: Any) -> torch.Tensor:

@@ -102,15 +102,6 @@ def distribute(
         float8.gather_in_fp8(model)
 
 
-def place_again(model: nn.Module, config: Config, process: Process, moves: bool = True) -> None:
-    """What `distribute` does to the values of a model that is not sharded: the rest it does once. Collective."""
-    if config.fsdp.sync_module_states and process.world_size > 1:
-        same_everywhere(model)
-        fill_from_rank0(model, process.device)
-    if moves:
-        model.to(process.device)
-
-
 def load_weights(model: nn.Module, config: Config, process: Process, weights: Path) -> None:
     """Load a safetensors file, or a folder of them, into a distributed model, each rank its part. Collective. Raises
     ModelError on all ranks."""

@@ -32,7 +32,7 @@ def shard(model: nn.Module, units: Units, blocks: Iterable[nn.Module], config: C
     if settings.recomputes(config):
         activation.change_blocks(model, blocks, _recompute, config.shardkit.recompute_every)
     for unit in units.units:  # the last is the model
-        activation.change_forward(unit.module, _without_inference_mode)
+        activation.change_forward(unit.module, "inference mode", _without_inference_mode)
     if not settings.shards(config):
         return
     for unit in units.units:
@@ -126,4 +126,4 @@ def _recompute(block: nn.Module) -> None:
 
         return xla.checkpoint(MethodType(whole, block), *given)
 
-    activation.change_forward(block, recomputing)
+    activation.change_forward(block, "recompute", recomputing)
