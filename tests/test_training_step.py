@@ -1,5 +1,7 @@
 """Accumulation by hand, clipping, and fp16: losses and weights are those of one process."""
 
+import gc
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -241,3 +243,27 @@ def test_a_step_without_gradients_is_a_warning_under_fp16_too(alone, caplog):
         optimizer.zero_grad()
         optimizer.step()
     assert accelerator.scaler.get_scale() == 2.0**16
+
+
+def optimizers_that_stay(config: dict) -> int:
+    """Cells of a notebook, run again, each with an Accelerator and an optimizer of its own; the optimizers that are
+    still there."""
+    model, _, loader, _ = parts(8, 4)
+    (batch,) = list(loader)[:1]
+    made = []
+    for _ in range(3):
+        accelerator = Accelerator(config=config)
+        optimizer = torch.optim.AdamW(model.parameters())
+        made.append(weakref.ref(optimizer))
+        prepared, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.backward(loss_of(prepared, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        del accelerator, optimizer
+        gc.collect()
+    return sum(one() is not None for one in made)
+
+
+@pytest.mark.parametrize("config", BOTH)
+def test_an_earlier_accelerator_ends_though_its_model_is_prepared_again(ranks, config):
+    assert ranks.run(2, optimizers_that_stay, config) == [1, 1]

@@ -20,7 +20,7 @@ from shardkit.optim import rebind
 from shardkit.runtime import distributed_model
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.optimizer import AcceleratedOptimizer
-from shardkit.runtime.run import Run, Taken
+from shardkit.runtime.run import OfModel, Run, Taken
 from shardkit.sharding.original_parameters import ReleasedParameter
 from shardkit.wording import first_few
 
@@ -202,8 +202,9 @@ def _model(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) 
     _warn_of_composed(run, model)
     parallel = model if run.mesh is not None else replicate(model, run.config, run.process)
     if parallel not in run.watched:
-        at_end_of_backward(parallel, partial(_note_backward, run, ref(parallel)))
+        at_end_of_backward(parallel, partial(_note_backward, ref(run), ref(parallel)))
         run.watched.add(parallel)
+    vars(parallel)["_shardkit_run"] = OfModel(run)
     run.models.append(parallel)
     run.taken.append(Taken(parallel, names, {id(p) for p in every_parameter(parallel)}))
     return parallel
@@ -220,8 +221,8 @@ def _warn_of_composed(run: Run, model: nn.Module) -> None:
         )
 
 
-def _note_backward(run: Run, reference: ReferenceType[nn.Module]) -> None:
-    if (model := reference()) is not None:
+def _note_backward(of_run: ReferenceType[Run], of_model: ReferenceType[nn.Module]) -> None:
+    if (run := of_run()) is not None and (model := of_model()) is not None:
         run.accumulation.note_backward(model)
 
 

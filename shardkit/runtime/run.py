@@ -153,3 +153,14 @@ class Run:
     def device(self) -> torch.device:
         """Where this rank computes."""
         return self.process.device
+
+
+class OfModel:
+    """Keeps the newest run that has prepared a model alive as long as the model: earlier ones end with what the script
+    keeps of them, and with them their optimizers' states. In copies and pickles of the model it is None."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
