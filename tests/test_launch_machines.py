@@ -151,6 +151,34 @@ def test_a_machine_that_counted_as_lost_does_not_come_back_into_the_attempt():
     assert line.lost() == store_client.unsealed(store.get("lost")) == [1]
 
 
+def test_machines_that_all_stood_still_are_not_lost():
+    """As by `scontrol suspend`: the first one to go on must not count the time in which it stood still, too."""
+    store = stores.hosted("127.0.0.1", 0)
+    line = store_client.StoreClient(store, 0, 2, lost_s=30)
+    store.set("beat/1", "before")
+    line._beat(0.0)
+    line._rested(3600.0)
+    line._beat(3601.0)
+    assert line.lost() == []
+    line._beat(3632.0)
+    assert line.lost() == [1]
+
+
+class Gone:
+    """A store whose machine has ended."""
+
+    def check(self, names: list[str]) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.parametrize(("rested_s", "lost"), [(0.1, [0]), (31.0, [1])])
+def test_where_machine_0_has_ended_a_machine_that_stood_still_is_the_lost_one(rested_s, lost):
+    line = store_client.StoreClient(Gone(), 1, 2, lost_s=30)
+    line._rested(rested_s)
+    line._run()
+    assert line.lost() == lost
+
+
 # while machines gather (lines 4 and 5)
 
 SOON = ("--set", "shardkit.launch.meet_timeout_s=4")

@@ -67,7 +67,9 @@ class StoreClient:
         self._lost: list[int] = []
         self._error: Exception | None = None
         self._beats: dict[int, tuple[bytes, float]] = {}
-        self._turn_s = time.monotonic()
+        self._turn_s: float | None = None
+        """Since when the thread has talked to the store; None while it rests."""
+        self._was_suspended = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardkit-line", daemon=True)
 
@@ -134,7 +136,8 @@ class StoreClient:
 
     def lost(self) -> list[int]:
         """The lost machines. If the store does not answer, other machines count machine 0 as lost."""
-        silent = time.monotonic() - self._turn_s > self._lost_s
+        since_s = self._turn_s
+        silent = since_s is not None and time.monotonic() - since_s > self._lost_s
         return [0] if silent and self._machine else self._lost
 
     # ---- in the thread ----
@@ -144,7 +147,7 @@ class StoreClient:
         goodbye_s = 0.0
         try:
             while True:
-                now = time.monotonic()
+                now = self._turn_s = time.monotonic()
                 if self._closing.is_set():
                     goodbye_s = goodbye_s or now
                     if self._may_leave() or now - goodbye_s > GOODBYE_S:
@@ -154,14 +157,24 @@ class StoreClient:
                 if now - beat_s > BEAT_S:
                     beat_s = now
                     self._beat(now)
-                self._turn_s = time.monotonic()
+                self._turn_s, rested_s = None, time.monotonic()
                 self._closing.wait(POLL_S) if not goodbye_s else time.sleep(POLL_S)
+                self._rested(time.monotonic() - rested_s)
         except (ConfigError, MachineError) as error:
             self.tell_refusal(error)
             self._error = error
             self._let_others_read()
-        except Exception:  # the store is gone
-            self._lost = [0]
+        except Exception:  # the store is gone; where this machine stood still, because machine 0 has given it up
+            self._lost = [self._machine if self._was_suspended else 0]
+        finally:
+            self._turn_s = None
+
+    def _rested(self, seconds: float) -> None:
+        """After a rest between two turns. A long one means that this process was suspended, perhaps with those of all
+        machines (`scontrol suspend`): so long no other one is silent."""
+        self._was_suspended = self._was_suspended or seconds > self._lost_s
+        if seconds > BEAT_S:
+            self._beats = {machine: (beat, since_s + seconds) for machine, (beat, since_s) in self._beats.items()}
 
     def _may_leave(self) -> bool:
         """Whether the thread may end. Machine 0 waits for the others that came, since it hosts the store."""
