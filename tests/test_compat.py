@@ -27,7 +27,7 @@ from shardkit.compat.kinds import DistributedType, PrecisionType
 from shardkit.compat.local_sgd import LocalSGD
 from shardkit.compat.members import MEMBERS
 from shardkit.compat.mesh_sizes import ParallelismConfig
-from shardkit.compat.models import get_mixed_precision_context_manager
+from shardkit.compat.models import get_mixed_precision_context_manager, load_checkpoint_in_model
 from shardkit.compat.plugins import (
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
@@ -180,6 +180,39 @@ def test_functions_take_the_arguments_of_accelerates_by_name():
             takes_any = any(one.kind is one.VAR_KEYWORD for one in taken.values())
             missing[name] = [] if takes_any else [one for one in named if one not in taken]
     assert len(missing) > 100 and {name: lost for name, lost in missing.items() if lost} == {}
+
+
+def saved_and_loaded(folder):
+    accelerator = Accelerator(config={"distributed_type": "FSDP", "use_cpu": True})
+    torch.manual_seed(accelerator.process_index)
+    trained, other = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
+    trained, other = accelerator.prepare(trained, other)
+    accelerator.save_model(trained, folder)
+    plain = torch.nn.Sequential(torch.nn.Linear(5, 3))
+    for model, path in ((other, folder), (plain[0], folder / "model.safetensors")):
+        load_checkpoint_in_model(model, path, strict=True)
+    with pytest.raises(UsageError, match=r"lacks weights of the model \(got none for 0\.bias, 0\.weight\)"):
+        load_checkpoint_in_model(plain, folder, strict=True)
+    whole = accelerator.get_state_dict(trained)
+    same = accelerator.get_state_dict(other)
+    accelerator.free_memory()
+    loaded = plain[0].state_dict()
+    return [torch.equal(same[name], value) and torch.equal(loaded[name], value) for name, value in whole.items()]
+
+
+def test_what_save_model_wrote_is_loaded_in_a_model(ranks, tmp_path):
+    """As Accelerate's guide has it."""
+    assert ranks.run(2, saved_and_loaded, tmp_path)[0] == [True, True]
+
+
+def test_weights_for_several_devices_or_without_memory_are_refused(tmp_path):
+    linear = torch.nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="load_checkpoint_in_model: device_map is not supported"):
+        load_checkpoint_in_model(linear, tmp_path, {"": 0})
+    with pytest.raises(UsageError, match=r"on the meta device \(got bias, weight\)"):
+        load_checkpoint_in_model(linear.to("meta"), tmp_path)
+    with pytest.raises(UsageError, match=r"give a \.safetensors file or a folder"):
+        load_checkpoint_in_model(torch.nn.Linear(2, 2), tmp_path / "pytorch_model.bin")
 
 
 class Stream(torch.utils.data.IterableDataset):

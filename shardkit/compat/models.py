@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from shardkit.distributed import accelerators
+from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
-from shardkit.sharding import init
+from shardkit.sharding import init, weight_files
+from shardkit.wording import first_few
 
 
 @contextmanager
@@ -28,6 +30,43 @@ def init_on_device(device: Any, include_buffers: bool | None = None) -> Iterator
     """A context in which tensors of new modules are created on the device."""
     with torch.device(device):
         yield
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | Path,
+    device_map: Any = None,
+    offload_folder: Any = None,
+    dtype: Any = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Any = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Give the model the weights of a safetensors file, or of a folder with such files, as `save_model` writes; each
+    rank reads its part of a prepared one. With `strict` the files must have all of its weights.
+
+    The arguments that offload have no effect without a device map, as in Accelerate; a device map is refused.
+    """
+    here = "load_checkpoint_in_model"
+    if device_map is not None:
+        raise UsageError(f"{here}: device_map is not supported (got {device_map!r}); call model.to(device) afterwards.")
+    inner = unwrapped(model)
+    own = {name: one for name, one in inner.state_dict(keep_vars=True).items() if isinstance(one, torch.Tensor)}
+    if empty := sorted(name for name, one in own.items() if one.is_meta):
+        raise UsageError(
+            f"{here}: the model is on the meta device (got {first_few(empty, 3)}); load them by "
+            "accelerator.prepare_model(model, weights=...)."
+        )
+    path = Path(checkpoint)
+    loaded, problems = weight_files.load(inner, path.parent if path.name.endswith(".index.json") else path)
+    if strict and (missing := sorted(own.keys() - loaded)):
+        problems.append(f"{path}: lacks weights of the model (got none for {first_few(missing, 5)}); leave out strict.")
+    if problems:
+        raise UsageError(f"{here}: " + "\n".join(problems))
 
 
 # ---- one tensor of a module ----

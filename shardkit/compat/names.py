@@ -18,7 +18,7 @@ STANDS_IN: dict[str, dict[str, str]] = {
         ),
         "shardkit.compat.plugins": "DataLoaderConfiguration FullyShardedDataParallelPlugin",
         "shardkit.compat.mesh_sizes": "ParallelismConfig",
-        "shardkit.compat.models": "init_empty_weights init_on_device",
+        "shardkit.compat.models": "init_empty_weights init_on_device load_checkpoint_in_model",
         "shardkit.data.skipping": "skip_first_batches",
         "shardkit.compat.machine": "is_rich_available",
         "shardkit.compat.operations": "synchronize_rng_states",
@@ -62,7 +62,9 @@ STANDS_IN: dict[str, dict[str, str]] = {
     "optimizer": {"shardkit.runtime.optimizer": "AcceleratedOptimizer"},
     "scheduler": {"shardkit.runtime.lr_scheduler": "AcceleratedScheduler"},
     "big_modeling": {
-        "shardkit.compat.models": "init_empty_weights init_on_device remove_hook_from_submodules",
+        "shardkit.compat.models": (
+            "init_empty_weights init_on_device load_checkpoint_in_model remove_hook_from_submodules"
+        ),
     },
     "hooks": {
         "shardkit.compat.models": (
@@ -122,8 +124,8 @@ STANDS_IN: dict[str, dict[str, str]] = {
         "shardkit.compat.models": (
             "calculate_maximum_sizes check_tied_parameters_in_config compute_module_sizes convert_file_size_to_int "
             "dtype_byte_size find_tied_parameters get_balanced_memory get_max_memory "
-            "get_mixed_precision_context_manager get_non_persistent_buffers id_tensor_storage load_state_dict "
-            "named_module_tensors retie_parameters set_module_tensor_to_device"
+            "get_mixed_precision_context_manager get_non_persistent_buffers id_tensor_storage load_checkpoint_in_model "
+            "load_state_dict named_module_tensors retie_parameters set_module_tensor_to_device"
         ),
         "shardkit.compat.operations": "is_peft_model",
         "shardkit.compat.trainer_files": "get_grad_scaler",
@@ -187,7 +189,7 @@ REFUSED: dict[str, dict[str, str]] = {
         _DEEPSPEED: "DeepSpeedPlugin",
         _DISPATCH: (
             "cpu_offload cpu_offload_with_hook disk_offload dispatch_model infer_auto_device_map "
-            "load_checkpoint_and_dispatch load_checkpoint_in_model"
+            "load_checkpoint_and_dispatch"
         ),
         "pipeline parallelism is not supported; use FSDP": "prepare_pippy",
         "import the package rich directly": "rich",
@@ -197,7 +199,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "big_modeling": {
         _DISPATCH: (
             "attach_layerwise_casting_hooks check_device_map cpu_offload cpu_offload_with_hook disk_offload "
-            "dispatch_model infer_auto_device_map load_checkpoint_and_dispatch load_checkpoint_in_model"
+            "dispatch_model infer_auto_device_map load_checkpoint_and_dispatch"
         ),
     },
     "tracking": {
@@ -236,8 +238,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "utils.modeling": {
         _DISPATCH: (
             "align_module_device check_device_map check_tied_parameters_on_same_device clean_device_map "
-            "get_max_layer_size has_offloaded_params infer_auto_device_map load_checkpoint_in_model "
-            "load_offloaded_weights"
+            "get_max_layer_size has_offloaded_params infer_auto_device_map load_offloaded_weights"
         ),
     },
     "utils.offload": {

@@ -5,7 +5,8 @@ a word. Such copies get a class of their own here: what is written to them is al
 that this rank has. Where that is not known (parts of parts, diagonals) a write raises. (Checked on torch 2.11 to 2.15.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
@@ -113,6 +114,18 @@ def as_copy(part: Any, rows: _Rows | None = None) -> Any:
     return part
 
 
+@contextmanager
+def written(tensor: DTensor) -> Iterator[None]:
+    """Code that writes to the tensor: of a part, also to the rows of the tensor that it is a copy of. Raises if those
+    are not known."""
+    rows = vars(tensor).get("shardkit_rows")
+    if isinstance(tensor, CopiedPart) and rows is None:
+        _refuse()
+    yield
+    if rows is not None:
+        rows.write(tensor)
+
+
 @cache
 def install() -> None:
     """Makes writes to parts reach the tensor. Has an effect once per process."""
@@ -149,17 +162,13 @@ def _assign(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
                 target.to_local().fill_(value if operator in _FILLS else value[(0,) * value.dim()])
             return target
         return as_torch_does(operator, args, kwargs)
-    rows = vars(target).get("shardkit_rows")
-    if rows is None:
-        _refuse()
-    with torch.no_grad():
+    with torch.no_grad(), written(target):
         if isinstance(value, DTensor):
             as_torch_does(_aten.copy_.default, args, kwargs)
         elif operator in _FILLS:
             target.to_local().fill_(value)
         else:
             target.to_local().copy_(value)
-    rows.write(target)
     return target
 
 

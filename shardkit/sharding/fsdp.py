@@ -22,6 +22,7 @@ from shardkit.errors import ModelError, UsageError
 from shardkit.model.cut import shard_dim
 from shardkit.sharding import (
     assigned_data,
+    chosen_rows,
     composite_operators,
     copied_parts,
     flattened,
@@ -149,7 +150,7 @@ class Carried:
 # What sharded tensors do that torch's DTensors do not.
 _BEHAVIOURS = (
     random_values, numbers_of_tensors, in_place, assigned_data, reductions, copied_parts, flattened, pickled_parts,
-    composite_operators,
+    composite_operators, chosen_rows,
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.distributed.tensors import is_dtensor, local_part, whole
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
-from shardkit.sharding.settled import is_single, redistributed, settle
+from shardkit.sharding.settled import is_pending, is_single, redistributed, settle
 
 _aten = torch.ops.aten
 _OF_NUMBERS = (
@@ -49,8 +49,7 @@ def _change(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _settle(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Collective where the tensor's value is pending, and the operator does not keep it so."""
     tensor = args[0]
-    is_pending = is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements)
-    if not is_pending:
+    if not is_dtensor(tensor) or not is_pending(tensor):
         return as_torch_does(operator, args, kwargs)
     before = local_part(tensor).clone()
     try:

@@ -81,7 +81,7 @@ def _operate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if not is_dtensor(first):
             return function(first, *map(_plain, args[1:]), **{key: _plain(value) for key, value in kwargs.items()})
         if is_single(first):
-            return _in_place_of_whole(function, first, args[1:], kwargs)
+            return in_place_of_whole(function, first, args[1:], kwargs)
     elif name in _RESHAPES and is_dtensor(first) and (isinstance(first, CopiedPart) or is_uneven(first)):
         return as_copy(settle(function(replicated(first), *args[1:], **kwargs)))
     try:
@@ -90,8 +90,8 @@ def _operate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if not any(words in str(error) for words in _LACKING):
             raise
     if _is_in_place(name) and is_dtensor(first):
-        return _in_place_of_whole(function, first, args[1:], kwargs)
-    return _of_whole(function, args, kwargs)
+        return in_place_of_whole(function, first, args[1:], kwargs)
+    return of_whole(function, args, kwargs)
 
 
 def _is_in_place(name: str) -> bool:
@@ -106,6 +106,11 @@ def settle(result: Any) -> Any:
     if type(result) in (list, tuple):
         return type(result)(map(settle, result))
     return result
+
+
+def is_pending(tensor: DTensor) -> bool:
+    """Whether its value is the sum, or another reduction, of what ranks have."""
+    return any(placement.is_partial() for placement in tensor.placements)
 
 
 def replicated(tensor: DTensor) -> DTensor:
@@ -146,15 +151,15 @@ def _sharded_dims(tensor: DTensor) -> list[tuple[int, int]]:
     ]
 
 
-def _in_place_of_whole(function: Any, tensor: DTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor:
+def in_place_of_whole(function: Any, tensor: DTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor:
     """The in-place operation on the whole tensor; this rank keeps its part."""
     whole = _plain(tensor)
-    function(whole, *map(_plain, args), **{key: _plain(value) for key, value in kwargs.items()})
+    function(whole, *tree_map(_plain, tuple(args)), **tree_map(_plain, kwargs))
     local_part(tensor).copy_(own_part(whole, tensor))
     return tensor
 
 
-def _of_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def of_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operation on whole tensors, which every rank repeats: the result is replicated."""
     mesh = next(value.device_mesh for value in tree_leaves((args, kwargs)) if is_dtensor(value))
     result = function(*tree_map(_plain, args), **tree_map(_plain, kwargs))

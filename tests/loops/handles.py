@@ -194,6 +194,38 @@ def rows_written(run: Run) -> None:
         run.see(row.zero_().sum() + inner.embed.weight.detach()[2].sum())
 
 
+@loop()
+def rows_chosen_by_tensors(run: Run) -> None:
+    """Textual inversion: only the new tokens are trained, and the others set back; rows by masks and by numbers."""
+    model, optimizer = started(run)
+    inner: Any = run.unwrap(model)
+    is_new = torch.arange(WORDS, device=run.device) >= WORDS - 4
+    some = torch.tensor([6, 0, 3], device=run.device)
+    began = inner.embed.weight.data.clone()
+    for step in range(3):
+        tokens = run.batch(step)
+        loss = loss_of(model, tokens)
+        if step == 1:
+            loss = loss + inner.embed.weight[some].pow(2).sum() + 0.1 * inner.head.weight[is_new].abs().sum()
+        run.backward(loss)
+        gradient = inner.head.weight.grad
+        gradient.data[~is_new, :] = gradient.data[~is_new, :].fill_(0)
+        inner.parts[0].up.weight.grad[:, [0, 2]] = 0
+        inner.head.bias.grad[some] *= 0.5
+        run.step(optimizer)
+        with torch.no_grad():
+            inner.embed.weight[~is_new] = began[~is_new]
+            inner.embed.weight.index_fill_(0, some[1:], 0.25)
+            inner.head.weight.index_copy_(0, some, torch.ones(3, 7, device=run.device) / 7)
+            inner.head.bias.masked_fill_(is_new, -0.1)
+            inner.head.weight[3:9, some.div(2).long()] = 0.2
+            inner.head.weight[-1, some[:2]] *= 0.5
+            inner.norm.weight[inner.norm.weight > 1] = 0.9
+            inner.norm.bias.data[inner.norm.bias.data < 0] *= 0.5
+            inner.parts[1].up.bias.index_add_(0, some[1:], torch.ones(2, device=run.device))
+        run.see(inner.embed.weight[is_new].detach().sum() + inner.embed.weight.index_select(0, some).detach().norm())
+
+
 @loop(refused=dict.fromkeys(SHARDED, "a part of it is a copy, so writing to this one"), refused_alone=True)
 def parts_of_rows_written(run: Run) -> None:
     """Torch's copy of a copy: where it belongs is not known."""

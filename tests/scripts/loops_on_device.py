@@ -20,8 +20,8 @@ from tests import loops, openreg
 
 # Numbers are drawn on the device, which has others than the CPU.
 DRAWN = ("rows_written", "values_drawn_after_prepare")
-# Gradients that live in host memory are joined by operations on the device.
-NOT_OFFLOADED = ("gradients_joined_and_split", "rows_written_by_way_of_the_whole")
+# Gradients that live in host memory are joined by operations on the device, and rows chosen by tensors there.
+NOT_OFFLOADED = ("gradients_joined_and_split", "rows_written_by_way_of_the_whole", "rows_chosen_by_tensors")
 # torch_openreg has no convolutions, no GRU cells, and no views of complex numbers.
 NOT_ON_OPENREG = (
     "a_state_kept_between_steps",
