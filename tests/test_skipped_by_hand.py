@@ -65,6 +65,38 @@ def resumed_with_accelerates_meaning(folder):
         return trained(InPlaceOfAccelerate, folder, skipped=4)
 
 
+def loaded_inside_the_loop(folder):
+    """The weight, and the batches, of an epoch that returns to the weights of its second step after its fourth."""
+    accelerator = InPlaceOfAccelerate(config={"use_cpu": True, "distributed_type": "MULTI_CPU"})
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    data = DataLoader(torch.arange(12.0).reshape(12, 1), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "position")
+        for step, batch in enumerate(loader, 1):
+            accelerator.backward(0 * model(batch).mean() + accelerator.unwrap_model(model).weight.sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(int(batch))
+            if step == 2:
+                accelerator.save_state(folder)
+            if step == 4:
+                accelerator.load_state(folder)
+    weight = accelerator.unwrap_model(model).weight.item()
+    accelerator.free_memory()
+    return round(weight, 4), found
+
+
+def test_with_accelerates_meaning_a_loop_goes_on_after_a_load_inside_it(ranks, tmp_path):
+    """Such as of the last checkpoint, where a loss is no number."""
+    assert ranks.run(2, loaded_inside_the_loop, tmp_path / "checkpoint") == [
+        (0.6, [0, 2, 4, 6, 8, 10]),
+        (0.6, [1, 3, 5, 7, 9, 11]),
+    ]
+
+
 def read_ahead(folder):
     """As many batches as were skipped, and one more, but all are used."""
     trained(Accelerator, folder, stop=2)

@@ -231,16 +231,19 @@ class Accelerator(PlainAttributes, own.Accelerator):
         self, input_dir: str | Path | None = None, load_kwargs: Any = None, **load_model_func_kwargs: Any
     ) -> Path | Url:
         """As shardkit's. From a save at the last batch of an epoch the next loop runs the next epoch, since scripts for
-        Accelerate count epochs in steps. With `--accelerates-meaning position` the next loop starts its epoch again.
-        Collective."""
+        Accelerate count epochs in steps. With `--accelerates-meaning position` the next loop starts its epoch again,
+        and a loop around the call goes on. Collective."""
         if load_kwargs:
             raise UsageError(f"load_state: load_kwargs is not supported (got {load_kwargs!r}); remove it.")
+        starts_again = takes_back("position")
+        if starts_again and any(loader.is_iterating for loader in self._run.loaders):
+            load_model_func_kwargs.setdefault("data_position", False)  # a loader cannot be moved inside its loop
         folder = super().load_state(input_dir, **load_model_func_kwargs)
         for loader in self._run.loaders:
-            if takes_back("position"):
-                loader.skip_to(0)
-            else:
+            if not starts_again:
                 loader.pass_finished_epoch()
+            elif not loader.is_iterating:
+                loader.skip_to(0)
         return folder
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:

@@ -3,7 +3,7 @@
 Textual inversion, new tokens and frozen rows are written so. torch refuses to mix the two kinds of tensors, cannot tell
 how many elements a mask chooses, and has no in-place operator for rows of a sharded dim. Here the operator works on the
 whole tensor, of which each rank keeps its part. Plain tensors count as equal on all ranks, and what is read is a copy
-that all of them get. (Checked on torch 2.13.)
+that all of them get. (Checked on torch 2.11 and 2.13.)
 """
 
 from functools import cache
