@@ -133,6 +133,15 @@ def test_a_launch_whose_streams_are_closed_keeps_their_numbers_free_of_files(tmp
     assert (logs(tmp_path) / "rank1.log").read_text().splitlines()[0].startswith("rank 1 of 2, sum 3")
 
 
+@pytest.mark.parametrize("lines", ["", "Accelerator()"])
+def test_a_script_without_an_accelerator_is_told_at_the_end_that_the_strategy_had_no_effect(tmp_path, lines):
+    (tmp_path / "train.py").write_text(f"from shardkit import Accelerator\n{lines}\n")
+    done = launch(tmp_path, "--num-processes", "2", "--mixed-precision", "bf16", "train.py")
+    assert done.returncode == 0, done.stderr
+    said = "warning: the script made no Accelerator, so FSDP FULL_SHARD and bf16 had no effect, and each rank's model"
+    assert (said in done.stderr) == (not lines)
+
+
 def test_a_module_keeps_its_own_options_and_one_rank_has_no_prefix(tmp_path):
     (tmp_path / "tool.py").write_text("import sys\nprint(__name__, sys.argv[1:])\n")
     done = launch(tmp_path, "-n", "1", "-m", "tool", "--show", "x", "-n", "3")

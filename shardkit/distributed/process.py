@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shardkit import env, open_files
 from shardkit.config import hardware, meaning, tasks
 from shardkit.config.schema import Config, DistributedType
-from shardkit.distributed import accelerators, affinity, control, same_config, stores, xla
+from shardkit.distributed import accelerators, affinity, control, progress, same_config, stores, xla
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import ConfigError, MachineError, UsageError
 from shardkit.launch import failure, names
@@ -157,6 +157,7 @@ def start(config: Config) -> Process:
     same_config.compare(config, everyone)
     if config.enable_cpu_affinity and device.type not in ("cpu", "xla"):
         affinity.pin(device)
+    progress.configured()
     return Process(
         rank=ranks.rank,
         local_rank=ranks.local_rank,

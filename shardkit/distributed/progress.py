@@ -4,6 +4,7 @@ progress.post("backward", step)      cheap (microseconds), from the main thread;
 with progress.paused("pause", step)  inside, the launcher's hang detection is off
 progress.leave("done", step)         hang detection is off from here on
 progress.committed(step)             a checkpoint is committed; restarts continue while this grows
+progress.configured()                the script has taken the run's configuration
 """
 
 from collections.abc import Iterator
@@ -51,6 +52,13 @@ def committed(step: int) -> None:
     writer = _writer()
     if writer is not None:
         writer.committed(step)
+
+
+def configured() -> None:
+    """The script has taken the run's configuration: the launcher warns where none has."""
+    writer = _writer()
+    if writer is not None:
+        writer.configured()
 
 
 @cache

@@ -26,7 +26,7 @@ from shardkit.launch.hangs import HangRow
 from shardkit.launch.monitor import CTRL_C_S, Monitor
 from shardkit.launch.output import Output
 from shardkit.launch.restarts import Restarts
-from shardkit.launch.spec import LaunchSpec, greeting, headline
+from shardkit.launch.spec import LaunchSpec, greeting, headline, settings_without_effect
 from shardkit.launch.start_methods import Start
 from shardkit.wording import counted
 
@@ -169,7 +169,12 @@ def attempted(
             attempt = run_once(spec, start, machines, folder, log_dir, restart)
         finally:
             output.close()
-        return attempt, error_of(attempt, spec, output) if attempt.has_failed else None
+        if attempt.has_failed:
+            return attempt, error_of(attempt, spec, output)
+        is_configured = any(rank.is_configured for rank in rank_files.read_progress(folder).values())
+        if spec.machine_rank == 0 and not is_configured and (text := settings_without_effect(spec)):
+            say(f"warning: {text}")
+        return attempt, None
 
 
 def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path) -> dict[str, str]:

@@ -18,7 +18,8 @@ PROGRESS_BYTES = 512
 
 @dataclass(frozen=True)
 class RankProgress:
-    """The progress of a rank. `since_s` is CLOCK_MONOTONIC, which all processes of a machine share."""
+    """The progress of a rank. `since_s` is CLOCK_MONOTONIC, which all processes of a machine share; `is_configured`:
+    the script has taken the run's configuration, as by an Accelerator."""
 
     rank: int
     local_rank: int
@@ -28,6 +29,7 @@ class RankProgress:
     since_s: float = 0.0
     is_watched: bool = False
     committed_step: int = -1
+    is_configured: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class ProgressWriter:
         self._rank, self._local_rank = rank, local_rank
         self._present: tuple[Any, ...] = ("starting", 0, time.monotonic(), False)
         self._committed = -1
+        self._is_configured = False
         self._lock = threading.Lock()  # a background save reports its commit from a thread
 
     def post(self, phase: str, step: int | None, is_watched: bool = True) -> None:
@@ -73,8 +76,14 @@ class ProgressWriter:
             self._committed = step
             self._write()
 
+    def configured(self) -> None:
+        """The script has taken the run's configuration. Phase and step stay unchanged."""
+        with self._lock:
+            self._is_configured = True
+            self._write()
+
     def _write(self) -> None:
-        values = (self._rank, self._local_rank, os.getpid(), *self._present, self._committed)
+        values = (self._rank, self._local_rank, os.getpid(), *self._present, self._committed, self._is_configured)
         text = json.dumps(values, ensure_ascii=False)  # a phase may have 64 emoji, of four bytes each
         self._bytes[:] = text.encode(errors="replace").ljust(PROGRESS_BYTES)
 

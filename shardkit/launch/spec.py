@@ -202,6 +202,20 @@ def headline(spec: LaunchSpec, log_dir: str) -> str:
     )
 
 
+def settings_without_effect(spec: LaunchSpec) -> str | None:
+    """What is said at the end of a run whose script has made no Accelerator; None where settings would do nothing."""
+    of_models = [spec.strategy] if spec.world_size > 1 else []
+    if spec.mixed_precision != "no":
+        of_models.append(spec.mixed_precision)
+    if not of_models:
+        return None
+    alone = ", and each rank's model is its own unless the script reduces gradients" if spec.world_size > 1 else ""
+    return (
+        f"the script made no Accelerator, so {' and '.join(of_models)} had no effect{alone}; prepare models with "
+        "shardkit's Accelerator, or start a script that was written for Accelerate with --as-accelerate."
+    )
+
+
 def greeting(spec: LaunchSpec) -> dict[str, Any]:
     """What the machines of a run compare before the ranks start."""
     return {
