@@ -7,6 +7,7 @@ fails the test with its traceback. A function must be importable (module level),
 Use `spawn(...)` where a process is meant to die.
 """
 
+import faulthandler
 import gc
 import logging
 import os
@@ -46,6 +47,7 @@ def log_lines(name: str = "shardkit", level: int = logging.NOTSET) -> Iterator[l
 
 def _serve(index: int, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
     import torch
 
     torch.set_num_threads(1)
@@ -155,6 +157,7 @@ class Pool:
     def _collect(self, world_size: int) -> list[tuple[bool, Any]]:
         waiting = {self._pipes[rank]: rank for rank in range(world_size)}
         answers: dict[int, tuple[bool, Any]] = {}
+        died: list[int] = []
         while waiting:
             ready = wait(list(waiting), timeout=TIMEOUT_S)
             if not ready:
@@ -164,8 +167,10 @@ class Pool:
                 try:
                     answers[rank] = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    answers[rank] = (False, "the process died")
-        if any(text == "the process died" for _, text in answers.values()):
+                    self._processes[rank].join(timeout=5)
+                    died.append(rank)
+                    answers[rank] = (False, f"the process died (exit code {self._processes[rank].exitcode})")
+        if died:
             self.close()
         return [answers[rank] for rank in range(world_size)]
 
