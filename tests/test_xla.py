@@ -477,6 +477,47 @@ def test_attention_is_in_bf16_where_queries_are_not(tmp_path, _):
     assert printed_by(ATTENTION, tmp_path) == ["torch.bfloat16", "torch.float32"]
 
 
+LOADED = """
+import torch
+from torch import nn
+from shardkit import Accelerator
+from shardkit.compat import load_checkpoint_in_model
+from shardkit.distributed import xla
+
+config = {"distributed_type": "XLA", "xla": True, "use_cpu": True, "num_processes": 4}
+accelerator = Accelerator(config=config)
+model = accelerator.prepare(nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4)), nn.BatchNorm1d(4)))
+accelerator.save_model(model, "weights")
+layouts = [xla.layout_of(p) for p in model.parameters()]
+part = {name: torch.full_like(value, 2.0) for name, value in model[1].state_dict().items()}
+for load in (
+    lambda: load_checkpoint_in_model(model, "weights"),
+    lambda: accelerator.prepare_model(model, weights="weights"),
+    lambda: model[1].load_state_dict(part),
+):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)
+    load()
+    xla.flush()
+    print([xla.layout_of(p) for p in model.parameters()] == layouts, model[1][0].weight.sum().item())
+try:
+    Accelerator(config={**config, "xla_fsdp_grad_ckpt": True}).prepare(model)
+except Exception as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("_", [on_xla(None)])
+def test_weights_that_are_loaded_are_spread_as_before(tmp_path, _):
+    first, second, third, refused = printed_by(LOADED, tmp_path)
+    assert first == second and first.startswith("True ") and third == "True 64.0"
+    assert refused == (
+        "model: is already sharded (got a sharded Linear in it), by the script or by an Accelerator with other "
+        "settings; build the model anew, and prepare it once."
+    )
+
+
 GATHERED = """
 import torch
 from shardkit import Accelerator

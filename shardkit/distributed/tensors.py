@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardkit.distributed import xla
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -177,7 +179,9 @@ def sharded_like(part: torch.Tensor, like: Any) -> DTensor:
 @torch.no_grad()
 def put(target: torch.Tensor, read: Callable[[tuple[slice, ...] | None], torch.Tensor]) -> None:
     """Copy the result of `read(slices)` into `target`: this rank's part of a sharded tensor; slices None: the whole."""
-    if not is_dtensor(target):
+    if xla.is_xla(target):
+        xla.replace_(target, read(None).to(target.dtype))
+    elif not is_dtensor(target):
         target.copy_(read(None))
     elif (local := local_part(target)).numel():
         local.copy_(read(local_slices(target)))

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import nn
 
+from shardkit.config.meaning import eight_bits
 from shardkit.distributed.tensors import is_dtensor, unwrapped
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
@@ -62,11 +63,10 @@ def load(run: Run, model: nn.Module, weights: str | Path | None) -> None:
 def _cut_of(run: Run) -> Any:
     """What a model's parts depend on: equal values mean that a model is sharded as this run shards it."""
     config, section = run.config, run.config.shardkit
-    changes = (section.precision, section.compile, section.recompute, section.recompute_every)
-    return (
-        *(dist.group.WORLD, run.mesh, config.mode, config.fsdp, precision.of(config)),
-        *(*changes, section.offload_activations),
-    )
+    recomputed = (section.recompute, section.recompute_every, config.xla_fsdp_grad_ckpt)
+    dtypes = (precision.of(config), eight_bits(config), section.precision)
+    changes = (section.compile, section.offload_activations)
+    return dist.group.WORLD, run.mesh, config.mode, config.xla, config.fsdp, recomputed, dtypes, changes
 
 
 def _refuse_added(model: nn.Module, known: rebind.ParameterNames) -> None:

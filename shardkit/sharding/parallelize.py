@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardkit.config import xla as xla_settings
 from shardkit.config.meaning import dtypes, eight_bits
 from shardkit.config.schema import Config
-from shardkit.distributed import control
+from shardkit.distributed import control, xla
 from shardkit.distributed.tensors import is_fsdp
 from shardkit.errors import MachineError, ModelError
 from shardkit.log import get_logger
@@ -71,10 +71,10 @@ def distribute(
         same_everywhere(model)
         fill_from_rank0(model, _HOST if config.mode == "xla" else process.device)
     if config.mode == "xla":
-        from shardkit.sharding import xla
+        from shardkit.sharding.xla import shard as shard_on_xla
 
         _fill(model, units, config, weights, _HOST, _HOST)
-        xla.shard(model, units, blocks, config)
+        shard_on_xla(model, units, blocks, config)
         return
     if config.fsdp.activation_checkpointing:
         checkpoint_blocks(model, blocks, config.shardkit.recompute, config.shardkit.recompute_every)
@@ -106,10 +106,6 @@ def load_weights(model: nn.Module, config: Config, process: Process, weights: Pa
     """Load a safetensors file, or a folder of them, into a distributed model, each rank its part. Collective. Raises
     ModelError on all ranks."""
     fill(model, [], process.device, _home(config, process), weights, seed=0)  # no tensor is without values
-    if config.mode == "xla":
-        from shardkit.sharding import xla
-
-        xla.spread_again(model)
 
 
 def refuse_old(version: str) -> None:
@@ -208,15 +204,15 @@ def _needs_blocks(config: Config) -> bool:
 
 def _unfit(model: nn.Module, config: Config) -> list[str]:
     """Problems of a model that cannot be parallelized."""
-    wrapped = next((m for m in model.modules() if is_fsdp(m) or isinstance(m, DistributedDataParallel)), None)
-    if wrapped is not None:
-        name = type(wrapped).__name__
-        if is_fsdp(wrapped):
+    for module in model.modules():
+        name = type(module).__name__
+        if is_fsdp(module) or any(map(_is_spread, module.parameters(recurse=False))):
             return [
                 f"model: is already sharded (got a sharded {name} in it), by the script or by an Accelerator with "
                 "other settings; build the model anew, and prepare it once."
             ]
-        return [f"model: is already parallel (got a {name} in it); give the unwrapped model, once."]
+        if isinstance(module, DistributedDataParallel):
+            return [f"model: is already parallel (got a {name} in it); give the unwrapped model, once."]
     lazy = [fqn for fqn, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     problems = [f"model: {fqn} has no shape yet; run one batch through the model first." for fqn in lazy]
     if config.mode == "fsdp":
@@ -228,6 +224,10 @@ def _unfit(model: nn.Module, config: Config) -> list[str]:
     if config.mode in ("fsdp", "ddp") and config.num_processes > 1:
         problems += _changed_in_forward(model)
     return problems
+
+
+def _is_spread(parameter: nn.Parameter) -> bool:
+    return xla.is_xla(parameter) and xla.is_spread(parameter)
 
 
 def _unfit_for_fsdp(model: nn.Module) -> list[str]:

@@ -7,6 +7,7 @@ parameters stay tied, and models can also be replicated.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -39,8 +40,9 @@ def shard(model: nn.Module, units: Units, blocks: Iterable[nn.Module], config: C
         unit.module.register_forward_hook(_split_outputs)
         if unit.fqn:  # what is before the root has no backward
             unit.module.register_forward_pre_hook(_compile_backward_alone, with_kwargs=True)
-    model.register_load_state_dict_post_hook(lambda model, _: spread_again(model))
-    vars(model)["_shardkit_spread"] = [p for p in model.parameters() if xla.is_spread(p)]
+    for module in model.modules():
+        if spread := [name for name, p in module._parameters.items() if p is not None and xla.is_spread(p)]:
+            module.register_load_state_dict_post_hook(partial(_spread_again, spread))
 
 
 def _move(model: nn.Module, replicated: set[int]) -> None:
@@ -96,10 +98,10 @@ def _split_outputs(_: nn.Module, __: Any, output: Any) -> None:
             xla.lay_out(leaf, spec)
 
 
-def spread_again(model: nn.Module) -> None:
-    """Shard parameters again: a copy of whole values into them has given them its layout."""
-    for parameter in vars(model).get("_shardkit_spread", ()):
-        xla.spread_again_(parameter)
+def _spread_again(names: Iterable[str], module: nn.Module, _: Any) -> None:
+    """Shard these parameters of a module again: `load_state_dict` copies whole values into them, with their layout."""
+    for name in names:
+        xla.spread_again_(module.get_parameter(name))
 
 
 def _without_inference_mode(_: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
