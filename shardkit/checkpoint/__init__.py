@@ -1,6 +1,7 @@
 """Saved training states: written completely or not at all, and loaded on any number of ranks.
 
-a save     write, opening, put, attempt, commit; save_request, async_save, lock, retention, additions, in_store
+a save     write, opening, put, attempt, commit; save_request, async_save, lock, retention, additions, in_store;
+           shared_storage, before training
 a load     read, locate, seen, load_plan, kinds, fill, differences
 the state  state, optimizers, optimizer_groups, numbered, per_rank, replicas, ties, tensors, values
 the files  layout, manifest, index_json, state_json, digest, folder, disk, paths, access   (no torch)

@@ -52,7 +52,7 @@ from shardkit.runtime.communication import Communication
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.process_control import ProcessControl
-from shardkit.runtime.project import ProjectConfiguration, problem_of, project_of
+from shardkit.runtime.project import ProjectConfiguration, problem_of, project_of, warn_of_folder
 from shardkit.runtime.run import Loops, Run
 from shardkit.runtime.state import State
 from shardkit.runtime.training_step import TrainingStep
@@ -126,6 +126,7 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         project = project_of(project_dir, project_config)
         missing = trackers.missing(selected) if here.is_main else None
         here.control.agree(missing or problem_of(project), error=UsageError)
+        warn_of_folder(project, here.control)
         supported = precision.supported(launched, here.device)
         self._run = Run(
             config=supported,

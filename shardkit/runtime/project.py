@@ -5,10 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardkit.checkpoint import locate, shared_storage
+from shardkit.distributed.control import ControlGroup
 from shardkit.errors import ConfigError, UsageError
+from shardkit.log import get_logger
 from shardkit.runtime.settings_objects import foreign_text
 from shardkit.storage import objects
-from shardkit.storage.url import Url, is_url, place_of
+from shardkit.storage.url import Place, Url, is_url, place_of
+
+log = get_logger(__name__)
 
 
 @dataclass
@@ -78,3 +83,22 @@ def problem_of(project: ProjectConfiguration) -> str | None:
     """A problem that would prevent this rank from saving into the project's object store; None if there is none."""
     place = None if project.project_dir is None else place_of(project.project_dir)
     return objects.problem(place) if isinstance(place, Url) else None
+
+
+def series_of(project: ProjectConfiguration) -> Place | None:
+    """Where save_state() puts checkpoints that it names itself; None where it does not."""
+    if project.project_dir is None or not project.automatic_checkpoint_naming:
+        return None
+    return place_of(project.project_dir) / locate.SERIES
+
+
+def warn_of_folder(project: ProjectConfiguration, control: ControlGroup) -> None:
+    """Warns, on rank 0, where the first save_state() into the project's folder would fail. Collective."""
+    series = series_of(project)
+    problem = shared_storage.problem(series if isinstance(series, Path) else None, control)
+    if problem and control.rank == 0:
+        log.warning(
+            "checkpoint: %s: save_state() will fail; use a folder that all ranks can write and all machines share, or "
+            "an object store (s3://...).",
+            problem,
+        )

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardkit.checkpoint import folder, in_store, locate, lock, paths, write
+from shardkit.checkpoint import folder, in_store, lock, paths, write
 from shardkit.checkpoint import save_model as exporting
 from shardkit.checkpoint.async_save import AsyncSave
 from shardkit.checkpoint.load_plan import Unfinished
@@ -26,9 +26,10 @@ from shardkit.distributed.long_work import LongWork
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import learning_rates, state_hooks
+from shardkit.runtime.project import series_of
 from shardkit.runtime.run import Run
 from shardkit.runtime.save_session import SaveSession
-from shardkit.storage.url import Place, Url, place_of
+from shardkit.storage.url import Place, Url
 from shardkit.wording import first_few
 
 logger = get_logger(__name__)
@@ -332,13 +333,12 @@ def state_kind(run: Run) -> Any:
 
 def root_of(run: Run) -> Place:
     """The project's checkpoint folder; UsageError where the script sets none."""
-    project = run.project
-    if project.project_dir is None or not project.automatic_checkpoint_naming:
+    if (found := series_of(run.project)) is None:
         raise UsageError(
             "checkpoint: no folder is given (got None); give one, or Accelerator(project_config="
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True))."
         )
-    return place_of(project.project_dir) / locate.SERIES
+    return found
 
 
 def _warn_of_open_window(run: Run) -> None:

@@ -16,6 +16,7 @@ from shardkit.distributed.process import has_started_group, leave
 from shardkit.errors import Preempted, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import learning_rates, measure, preemption
+from shardkit.runtime.project import series_of
 from shardkit.runtime.run import Run
 from shardkit.runtime.same_modules import noticed_late
 
@@ -87,12 +88,12 @@ def _warn_unless_resumed(run: Run) -> None:
 
 def names_checkpoints(run: Run) -> bool:
     """Whether save_state() needs no folder argument."""
-    return bool(run.project.project_dir) and run.project.automatic_checkpoint_naming
+    return series_of(run.project) is not None
 
 
 def _missing_of_project(run: Run) -> str:
     """What a script without `names_checkpoints` does not set."""
-    return "automatic_checkpoint_naming" if run.project.project_dir else "project folder"
+    return "project folder" if run.project.project_dir is None else "automatic_checkpoint_naming"
 
 
 def resume(run: Run) -> bool:
