@@ -90,6 +90,23 @@ def outside_inference_mode() -> Iterator[None]:
         yield
 
 
+def is_transformed() -> bool:
+    """Whether this is called inside a transform of torch.func (vmap, jacrev, ...), whose tensors have no memory."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Code whose tensors are plain ones in a caller's transform of torch.func, too."""
+    if not is_transformed():
+        yield
+        return
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """A copy of the values in memory."""
     data = tensor.detach().to("cpu").contiguous()

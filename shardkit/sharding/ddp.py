@@ -12,12 +12,13 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from shardkit.config.schema import Config, DdpConfig
-from shardkit.distributed.tensors import every_parameter
+from shardkit.distributed.tensors import every_parameter, is_transformed
 from shardkit.errors import ModelError, UsageError
 from shardkit.sharding import ddp_hooks, precision
 from shardkit.sharding.gradient_sync import EndOfBackward, GradientMean, sync_with_model, take_mean_, watch_backward
@@ -118,7 +119,8 @@ class Replica(DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         kinds = self._present_kinds()
-        if not any(is_trained for is_trained, *_ in kinds):
+        # torch's reducer works neither in transforms of torch.func nor in forward mode.
+        if not any(is_trained for is_trained, *_ in kinds) or is_transformed() or forward_ad._current_level >= 0:
             return self.module(*args, **kwargs)
         if self.is_first_backward and torch.is_grad_enabled() and (problems := refused_hooks(self.module)):
             raise ModelError("\n".join(problems))
@@ -165,6 +167,12 @@ class Replica(DistributedDataParallel):
             reducer._check_reducer_finalized()
         except RuntimeError:
             is_unseen = True
+        if is_unseen and self._missing and self._settings["find_unused_parameters"]:
+            raise ModelError(
+                "DDP: the gradients are not reduced, since the output depends on parameters that the loss does not "
+                "depend on, as where it has only derivatives of the output (got no gradient of "
+                f"{self._names_of([p for p in self._all if id(p) in self._missing])}); freeze them."
+            )
         if is_unseen:
             raise ModelError(
                 "DDP: the gradients are not reduced, since torch's reducer does not see those of some parameters (got "
@@ -197,13 +205,15 @@ class Replica(DistributedDataParallel):
 
     def _refuse_missing(self, missing: list[nn.Parameter]) -> None:
         if missing:
-            names = {id(p): fqn for fqn, p in self.module.named_parameters()}
-            fqns = list(dict.fromkeys(names.get(id(p), "those no longer in it") for p in missing))
             raise ModelError(
                 f"DDP: the gradients are not reduced, since parameters of the model have no gradient (got none for "
-                f"{first_few(fqns, 3)}); set shardkit.ddp_find_unused_parameters: true, or freeze them; "
+                f"{self._names_of(missing)}); set shardkit.ddp_find_unused_parameters: true, or freeze them; "
                 "change and tie modules before prepare."
             )
+
+    def _names_of(self, parameters: list[nn.Parameter]) -> str:
+        names = {id(p): fqn for fqn, p in self.module.named_parameters()}
+        return first_few(list(dict.fromkeys(names.get(id(p), "those no longer in it") for p in parameters)), 3)
 
     def _after_backward(self, arrived: list[torch.Tensor]) -> None:
         self.is_first_backward = False

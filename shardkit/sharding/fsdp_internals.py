@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 
-from shardkit.distributed.tensors import every_parameter
+from shardkit.distributed.tensors import every_parameter, is_transformed
+from shardkit.errors import UsageError
 from shardkit.log import get_logger
 
 # The newest torch whose private parts were read; `make test-newest` runs the tests on it.
@@ -37,6 +39,20 @@ def warn_of_newer(version: str) -> None:
             version,
             *NEWEST,
             *NEWEST,
+        )
+
+
+def takes_transforms() -> bool:
+    """Whether FSDP2 of this torch runs in transforms of torch.func: since 2.13."""
+    return "setup_context" in vars(RegisterPostBackwardFunction)
+
+
+def refuse_transforms() -> None:
+    """Raises UsageError in a transform of torch.func where FSDP2 does not run in one."""
+    if is_transformed() and not takes_transforms():
+        raise UsageError(
+            f"forward: a sharded model in transforms of torch.func (vmap, jacrev, ...) needs torch 2.13 or newer (got "
+            f"{torch.__version__}); update it, use torch.autograd.grad(..., create_graph=True), or strategy NO_SHARD."
         )
 
 

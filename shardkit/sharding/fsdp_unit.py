@@ -41,6 +41,7 @@ from shardkit.sharding.fsdp_internals import (
     is_gathered_once,
     modules_below,
     parameters_of,
+    refuse_transforms,
     root_of,
     states_of,
     warn_of_newer,
@@ -140,6 +141,7 @@ class UnitGroup(FSDPParamGroup):
         if self._training_state != TrainingState.FORWARD:
             self._to_sharded()  # what an earlier forward left may be stale by now
             self._refuse_foreign_values()
+            refuse_transforms()
             if torch.is_inference_mode_enabled():
                 self._gather_for_inference()
         return super().pre_forward(module, args, kwargs)

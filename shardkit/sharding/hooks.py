@@ -7,6 +7,8 @@ from weakref import ref
 
 import torch
 
+from shardkit.distributed.tensors import outside_transforms
+
 Owner = TypeVar("Owner")
 
 
@@ -19,11 +21,12 @@ def is_in_backward() -> bool:
 def taking_hooks(parameter: torch.Tensor) -> Iterator[None]:
     """Inside, the parameter takes hooks, also if it is frozen: torch registers them on trainable tensors only."""
     is_trained = parameter.requires_grad
-    parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        parameter.requires_grad_(is_trained)
+    with outside_transforms():
+        parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            parameter.requires_grad_(is_trained)
 
 
 def hook_whether_trained(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:

@@ -8,6 +8,7 @@ from tests.loops import (  # noqa: F401
     assigned,
     calls,
     contrastive,
+    derivatives,
     dtypes,
     evaluation,
     forms,

@@ -203,6 +203,16 @@ def gradient_penalty_alone(run: Run) -> None:
             assert parameter.grad is None
 
 
+@loop(
+    fsdp=BY_SIZE,
+    shardkit={"ddp_find_unused_parameters": True},
+    refused={3: "the output depends on parameters that the loss does not depend on, as where it has only derivatives"},
+    is_long_run_only=True,
+)
+def gradient_penalty_alone_with_unused(run: Run) -> None:
+    gradient_penalty_alone(run)
+
+
 @loop(fsdp=BY_SIZE)
 def generator_and_critic(run: Run) -> None:
     """Two models and two optimizers that take turns; the critic's gradients from the generator's loss are dropped."""
