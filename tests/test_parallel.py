@@ -381,6 +381,18 @@ def test_an_input_that_a_unit_changes_in_place_is_told(ranks):
     assert said.startswith("forward: the input of a wrapped block is changed in place") and "write x = x * 2" in said
 
 
+def test_a_model_that_torch_has_made_parallel_is_refused(ranks):
+    for strategy in (1, 3):
+        (text, _) = ranks.run(2, refusal_of_threads, strategy)
+        assert text == "model: is already parallel (got a DataParallel in it); give the unwrapped model, once."
+
+
+def refusal_of_threads(strategy: int) -> str:
+    with pytest.raises(ModelError) as refused:
+        parallel(nn.DataParallel(models.Gpt()), config_for(2, strategy))
+    return str(refused.value)
+
+
 def refusals() -> list[str]:
     twice = parallel(models.Gpt(), config_for(2))
     models_ = [twice, nn.Sequential(nn.LazyLinear(2)), nn.Sequential(nn.Embedding(4, 4, sparse=True)), models.Gpt()]

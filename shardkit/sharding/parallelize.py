@@ -211,7 +211,8 @@ def _unfit(model: nn.Module, config: Config) -> list[str]:
                 f"model: is already sharded (got a sharded {name} in it), by the script or by an Accelerator with "
                 "other settings; build the model anew, and prepare it once."
             ]
-        if isinstance(module, DistributedDataParallel):
+        is_in_threads = isinstance(module, nn.DataParallel) and config.num_processes > 1
+        if is_in_threads or isinstance(module, DistributedDataParallel):
             return [f"model: is already parallel (got a {name} in it); give the unwrapped model, once."]
     lazy = [fqn for fqn, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     problems = [f"model: {fqn} has no shape yet; run one batch through the model first." for fqn in lazy]
