@@ -277,3 +277,37 @@ def test_the_end_of_a_process_that_the_script_has_forked_is_not_that_of_the_rank
     assert done.returncode == 5 and "of the child" in done.stderr and "bootstrap.py" not in done.stderr, done.stderr
     assert read_errors(tmp_path)[3].message == "the script called sys.exit(5)"
     assert "of the child" not in names.log_path(tmp_path, 3).read_text()
+
+
+# what a rank starts
+
+STARTS = """
+import os, subprocess, sys
+from shardkit import Accelerator
+
+accelerator = Accelerator()
+if accelerator.is_main_process:
+    others = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    launched = [sys.executable, "-m", "shardkit", "launch", "-n", "1", "--cpu", "child.py"]
+    for command, variables in ((["child.py"], None), (["child.py"], others), (launched[1:], None)):
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60, env=variables)
+        print((done.stdout + done.stderr).strip().splitlines())
+accelerator.wait_for_everyone()
+"""
+CHILD = """
+from shardkit import Accelerator
+
+print("ranks:", Accelerator(cpu=True).num_processes)
+"""
+
+
+@is_slow
+def test_a_script_that_a_rank_starts_does_not_wait_for_the_ranks_of_its_run(tmp_path):
+    (tmp_path / "parent.py").write_text(STARTS)
+    (tmp_path / "child.py").write_text(CHILD)
+    done = launch(tmp_path, "-n", "2", "--show", "0", "parent.py")
+    assert done.returncode == 0, done.stderr
+    refused, without, launched = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    assert "Accelerator: this process was started by rank 0 of a run (process" in refused
+    assert "start it by: shardkit launch -n 1 child.py, or without these variables." in refused
+    assert "ranks: 1" in without and "ranks: 1" in launched

@@ -146,7 +146,9 @@ def start(config: Config) -> Process:
     problem, device = _device(config, ranks)
     owns_group = not dist.is_initialized() and (ranks.world_size > 1 or config.mode == "fsdp")
     if owns_group:
+        _refuse_child_of_rank(ranks)
         _join(config, ranks, device)
+        env.update({_JOINED: f"{os.getpid()} {_variables_of_rank()}"})
         _started[:] = [(dist.group.WORLD, _lasting(config, device))]
     if dist.is_initialized() and hasattr(os, "register_at_fork"):  # not on Windows
         _spare_groups_in_forked_processes()
@@ -168,6 +170,26 @@ def start(config: Config) -> Process:
         control=everyone,
         owns_group=owns_group,
     )
+
+
+_JOINED = "SHARDKIT_JOINED"
+"""A variable of a rank that is in its process group, for the processes that it starts: its process id, and the
+variables that it has joined with."""
+
+
+def _variables_of_rank() -> str:
+    return " ".join(env.get(name) or "-" for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def _refuse_child_of_rank(ranks: env.Ranks) -> None:
+    """UsageError in a process that a rank has started, with the rank's own variables: it would wait for the others."""
+    process_id, _, variables = (env.get(_JOINED) or "").partition(" ")
+    if ranks.world_size > 1 and process_id not in ("", str(os.getpid())) and variables == _variables_of_rank():
+        raise UsageError(
+            f"Accelerator: this process was started by rank {ranks.rank} of a run (process {process_id}), and has its "
+            f"variables (got RANK {ranks.rank}, WORLD_SIZE {ranks.world_size}), with which it would wait for the run's "
+            f"other ranks; start it by: shardkit launch -n 1 {_script()}, or without these variables."
+        )
 
 
 @cache
@@ -225,6 +247,7 @@ def _refuse_other(wanted: dict[str, Any]) -> None:
 
 def leave() -> None:
     """Destroys the process group, if there is one. Every rank should call it, after its last collective."""
+    env.remove([_JOINED])
     if dist.is_initialized():
         dist.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:

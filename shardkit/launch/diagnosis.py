@@ -56,6 +56,11 @@ _BY_MESSAGE = (
         "parameter of the model: call backward, or keep the layer whole: fsdp_ignored_modules: 'decoder\\.conv_out'",
     ),
     (
+        "TraceTypeManual|Expected a single top-level function: .*fsdp",
+        "torch.jit and torch.onnx cannot take a sharded model: write its weights by accelerator.save_model(model, "
+        "folder), load them into a model of one process, and export that",
+    ),
+    (
         r"^'\w+' object has no attribute 'module'$",
         "only DDP's wrapper has .module; a sharded model, and that of one process, is the script's own: use "
         "accelerator.unwrap_model(model), which is right for all of them",
