@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial, wraps
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -298,6 +298,7 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
         return model
     if (before := _newest.get(model)) is not None and (replica := before()) is not None:
         replica.retire()
+    _take_detach()
     replica = Replica(
         model,
         precision.of(config).reduce,
@@ -313,6 +314,24 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
     )
     _newest[model] = ref(replica)
     return replica
+
+
+@cache
+def _take_detach() -> None:
+    """Lets scripts zero gradients by `p.grad.detach_()` and `zero_()`: torch refuses to detach views, such as those of
+    the reducer's buckets, also where there is nothing to detach. Has an effect once per process."""
+    of_torch = torch.Tensor.detach_
+
+    @wraps(of_torch)
+    def detach_(tensor: torch.Tensor) -> torch.Tensor:
+        try:
+            return of_torch(tensor)
+        except RuntimeError:
+            if tensor.requires_grad or tensor.grad_fn is not None:
+                raise
+            return tensor
+
+    torch.Tensor.detach_ = detach_  # type: ignore[assignment]
 
 
 def _unchecked_group() -> Any:

@@ -213,6 +213,20 @@ def gradient_penalty_alone_with_unused(run: Run) -> None:
     gradient_penalty_alone(run)
 
 
+@loop()
+def gradients_zeroed_by_hand(run: Run) -> None:
+    """As optimizers did before they set gradients to None, and those of some libraries do."""
+    model, optimizer = started(run)
+    for step in range(run.steps):
+        loss = loss_of(model, run.batch(step))
+        run.backward(loss)
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad.detach_()
+            parameter.grad.zero_()
+        run.see_mean(loss)
+
+
 @loop(fsdp=BY_SIZE)
 def generator_and_critic(run: Run) -> None:
     """Two models and two optimizers that take turns; the critic's gradients from the generator's loss are dropped."""
