@@ -216,6 +216,24 @@ def _is_awaited(loaded: Any) -> bool:
     return is_fixed and has_number(loaded) and not preflight.is_on_pod(config)
 
 
+def _problem_of_series(config: Any) -> list[str]:
+    """Why a run cannot resume from the path that it is given, where several checkpoints lie; the ranks judge one."""
+    from contextlib import suppress
+
+    from shardkit.launch import preflight
+    from shardkit.storage.url import place_of
+
+    resume = config.shardkit.checkpoint.resume
+    if resume in ("never", "auto") or preflight.is_on_pod(config):
+        return []
+    from shardkit.checkpoint import locate
+
+    with suppress(ShardkitError, OSError):  # what cannot be read here
+        refusal = locate.refusal_of_series(place_of(resume))
+        return [f"launch: resume: {resume}: {refusal}; or give auto for the newest one."] if refusal else []
+    return []
+
+
 def _decline(config: Any, text: str) -> None:
     try:
         from shardkit.launch import meeting
@@ -301,6 +319,7 @@ def checked(
         found_problems += map(Problem, pod.problem_of_number(loaded.config, "machine_rank" in settings))
     elif not (dry_run or has_number(loaded)):
         found_problems += preflight.number_problems(loaded.config, found.scheduler)
+    found_problems += map(Problem, _problem_of_series(loaded.config))
     try:
         preflight.raise_all([*problems, *found_problems])
     except ShardkitError as error:
