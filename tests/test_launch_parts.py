@@ -32,7 +32,7 @@ from shardkit.launch.output import Lines, Output
 from shardkit.launch.preflight import Machine
 from shardkit.launch.rank_files import ProgressWriter, RankError, RankProgress
 from shardkit.launch.restarts import Restarts
-from shardkit.launch.spec import launch_spec
+from shardkit.launch.spec import launch_spec, rank_command
 
 NO_GPU = Machine((), 2)
 EIGHT = Machine(("H200",) * 8, 16, installed=8)
@@ -254,7 +254,7 @@ def test_a_dry_run_shows_what_every_rank_would_run(tmp_path, capsys, monkeypatch
     assert command_line.run(["launch", "--cpu", "-n", "2", "--dry-run", "train.py", "--lr", "1"]) == 0
     shown = capsys.readouterr().out
     assert " | shardkit.yaml | " in shown  # as README prints it, not its whole path
-    assert "-m shardkit.launch.bootstrap train.py --lr 1" in shown
+    assert "shardkit/launch/bootstrap.py train.py --lr 1" in shown
     assert "ACCELERATE_MIXED_PRECISION=" in shown
     assert "Nothing was started" in shown
     assert not (tmp_path / "runs").exists()
@@ -1021,7 +1021,7 @@ def test_a_world_of_another_size_stops_before_the_script(tmp_path):
     (tmp_path / "script.py").write_text("open('ran', 'w')")
     variables = {**os.environ, "SHARDKIT_NUM_PROCESSES": "2", "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     variables |= {"SHARDKIT_PROGRESS_DIR": str(tmp_path), "SHARDKIT_LOG_DIR": str(tmp_path)}
-    bootstrap = [sys.executable, "-m", "shardkit.launch.bootstrap", "script.py"]
+    bootstrap = rank_command(["script.py"])
     done = subprocess.run(bootstrap, cwd=tmp_path, env=variables, timeout=60, check=False)
     assert done.returncode == 2
     assert not (tmp_path / "ran").exists()
@@ -1031,17 +1031,22 @@ def test_a_world_of_another_size_stops_before_the_script(tmp_path):
 
 
 def test_a_script_runs_as_python_would_run_it(tmp_path):
-    (tmp_path / "beside.py").write_text("value = 5\n")
-    (tmp_path / "script.py").write_text(
-        "import pickle, sys, beside\n"
+    """Also where files in the working folder have the names of modules that a rank loads before the script."""
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    for name in ("json", "types", "shardkit"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('of the working folder')")
+    (scripts / "beside.py").write_text("value = 5\n")
+    (scripts / "script.py").write_text(
+        "import json, pickle, sys, beside\n"
         "class Thing: pass\n"
-        "assert __name__ == '__main__' and __file__.endswith('script.py') and sys.argv == ['script.py', '-x']\n"
+        "assert __name__ == '__main__' and __file__.endswith('script.py') and sys.argv == ['scripts/script.py', '-x']\n"
         "assert type(pickle.loads(pickle.dumps(Thing()))) is Thing\n"
         "assert 'torch' not in sys.modules\n"
         "print(beside.value)\n"
     )
     variables = {**os.environ, "SHARDKIT_PROGRESS_DIR": str(tmp_path), "SHARDKIT_LOG_DIR": str(tmp_path)}
-    bootstrap = [sys.executable, "-m", "shardkit.launch.bootstrap", "script.py", "-x"]
+    bootstrap = rank_command(["scripts/script.py", "-x"])
     done = subprocess.run(
         bootstrap, cwd=tmp_path, env=variables, timeout=60, check=False, capture_output=True, text=True
     )
@@ -1057,7 +1062,7 @@ def test_what_a_script_has_begun_on_its_device_is_awaited_and_may_fail(tmp_path)
         "torch.accelerator.synchronize, accelerators.is_used = fail, lambda: True\n"
     )
     variables = {**os.environ, "SHARDKIT_PROGRESS_DIR": str(tmp_path), "SHARDKIT_LOG_DIR": str(tmp_path)}
-    bootstrap = [sys.executable, "-m", "shardkit.launch.bootstrap", "script.py"]
+    bootstrap = rank_command(["script.py"])
     done = subprocess.run(bootstrap, cwd=tmp_path, env=variables, timeout=60, check=False)
     assert done.returncode == 1
     assert "device-side assert" in json.loads((tmp_path / "rank-0.error").read_text())["message"]

@@ -1,10 +1,12 @@
 """The first code in every rank: connects it to the launcher, then runs the user's script as `__main__`.
 
-    python -m shardkit.launch.bootstrap train.py --lr 3e-4
-    python -m shardkit.launch.bootstrap -m package.module --lr 3e-4
+    python shardkit/launch/bootstrap.py train.py --lr 3e-4
+    python shardkit/launch/bootstrap.py -m package.module --lr 3e-4
 
 or `main` with the same arguments, in a forked process (`forking.py`). Nothing here imports torch, so that a script
 which does not need it starts at once.
+
+It runs as a file: with `python -m`, files of the working folder would be imported in place of modules with their names.
 """
 
 import ctypes
@@ -21,6 +23,9 @@ from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO, TextIO
+
+if __name__ == "__main__" and (own := str(Path(__file__).parents[2])) not in sys.path:
+    sys.path.append(own)  # of a launcher that found shardkit in its working folder
 
 from shardkit import env
 from shardkit.errors import EXIT_PREEMPTED, ConfigError, ShardkitError
