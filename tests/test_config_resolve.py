@@ -61,6 +61,9 @@ def test_an_accelerate_file_the_users_own_and_the_variable(project, monkeypatch)
     monkeypatch.setenv("SHARDKIT_CONFIG", str(project / "other.yaml"))
     with pytest.raises(ConfigError, match=r"other\.yaml: there is no such file"):
         files.resolve(folder=project)
+    monkeypatch.setenv("HOME", str(project))
+    monkeypatch.setenv("SHARDKIT_CONFIG", "~/shardkit.yaml")
+    assert files.find(project / "elsewhere") == ours
 
 
 def test_without_a_project_only_the_folder_itself_is_looked_at(tmp_path, monkeypatch):

@@ -1054,12 +1054,13 @@ def test_a_script_runs_as_python_would_run_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_script_has_begun_on_its_device_is_awaited_and_may_fail(tmp_path):
+@pytest.mark.parametrize("end", ["", "sys.exit()", "sys.exit(False)"])
+def test_what_a_script_has_begun_on_its_device_is_awaited_and_may_fail(tmp_path, end):
     (tmp_path / "script.py").write_text(
-        "import torch\n"
+        "import sys, torch\n"
         "from shardkit.distributed import accelerators\n"
         "def fail(): raise torch.AcceleratorError('CUDA error: device-side assert triggered')\n"
-        "torch.accelerator.synchronize, accelerators.is_used = fail, lambda: True\n"
+        f"torch.accelerator.synchronize, accelerators.is_used = fail, lambda: True\n{end}"
     )
     variables = {**os.environ, "SHARDKIT_PROGRESS_DIR": str(tmp_path), "SHARDKIT_LOG_DIR": str(tmp_path)}
     bootstrap = rank_command(["script.py"])

@@ -17,7 +17,8 @@ import runpy
 import signal
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, suppress
 from importlib import import_module
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
@@ -58,7 +59,7 @@ def main(arguments: list[str]) -> int:
     with log_file:
         try:
             check_world()
-            with around_script(log_dir):
+            with exit_0_is_an_end(), around_script(log_dir):
                 run(arguments)
             if os.getpid() == own_pid:
                 finish_on_device()
@@ -143,6 +144,16 @@ def run(arguments: list[str]) -> None:
         run_script(str(Path(arguments[0]).absolute()), main_module.__dict__)
 
 
+@contextmanager
+def exit_0_is_an_end() -> Iterator[None]:
+    """A script may end by `sys.exit(main())`: with code 0 that is an end as any other, and no error."""
+    try:
+        yield
+    except SystemExit as error:
+        if failure.exit_code_of(error) != 0:
+            raise
+
+
 def finish_on_device() -> None:
     """Waits for what the script has begun on its accelerator. Without that a rank which ends early would take its part
     of a collective with it, for which the others wait there; and an error there would be lost."""
@@ -176,8 +187,6 @@ def run_script(script: str, namespace: dict[str, object]) -> None:
 def report(folder: Path, rank: int, error: BaseException, log_file: BinaryIO) -> int:
     """Writes the error for the launcher, and returns the exit code. The traceback is written only to the rank's log."""
     code = failure.exit_code_of(error)
-    if code == 0:
-        return 0
     if isinstance(error, SystemExit) and isinstance(error.code, str):
         print(error.code, file=sys.stderr)
     record = failure.describe(rank, error, OWN_FILES)
