@@ -128,6 +128,17 @@ def resolve(
     return _loaded(combine(given), path)
 
 
+def readable_part(path: Path | None, settings: Mapping[str, str]) -> LoadedConfig:
+    """What `resolve` would give without what is wrong in it, of which a file that cannot be read is a part."""
+    given = [environment_layer(), flag_layer(settings)]
+    with contextlib.suppress(ConfigError):
+        if path := path or find(Path.cwd()):
+            given.insert(0, _without_address(_file_layer(path)))
+    given.insert(0, hardware_defaults.hardware_layer(combine(given).entries, path is not None))
+    config, origins = validation.build(combine(given))
+    return LoadedConfig(config, origins, path=path)
+
+
 def suggest(settings: Mapping[str, str] | None = None) -> LoadedConfig:
     """Hardware defaults with the given settings: what `shardkit config --defaults` writes."""
     given = combine([environment_layer(), flag_layer(settings or {})])
