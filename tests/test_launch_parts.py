@@ -25,7 +25,18 @@ from shardkit.config.command import settings_from
 from shardkit.config.layers import FlagValue, flag_layer
 from shardkit.config.schema import Config
 from shardkit.errors import EXIT_MACHINE, ConfigError, HangError, MachineError, Preempted, RankFailure, UsageError
-from shardkit.launch import attempts, diagnosis, environment, failure, flags, folders, ports, preflight, stacks
+from shardkit.launch import (
+    attempts,
+    diagnosis,
+    environment,
+    failure,
+    flags,
+    folders,
+    ports,
+    preflight,
+    processes,
+    stacks,
+)
 from shardkit.launch.diagnosis import RankOutcome
 from shardkit.launch.hangs import Rank, Seen, Verdict, is_due, judge, render, rows_of, warning
 from shardkit.launch.output import Lines, Output
@@ -381,6 +392,24 @@ def test_a_process_that_ends_while_it_is_looked_up_is_named_by_its_number(tmp_pa
     (tmp_path / "812" / "fd").mkdir(parents=True)
     (tmp_path / "812" / "fd" / "3").symlink_to("socket:[77]")
     assert ports.owner(0x1F90, tmp_path) == "pid 812"
+    (tmp_path / "812" / "comm").write_bytes(CUT)
+    assert ports.owner(0x1F90, tmp_path) == "pid 812 (\ufffd)"
+
+
+CUT = "é".encode()[:1]
+"""The name of a process whose 15th byte is in the middle of a letter."""
+
+
+def test_processes_whose_names_are_no_text_are_watched_as_others(tmp_path, monkeypatch):
+    """Those of any user on the machine: the watch over the ranks ended with the first one."""
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    monkeypatch.setattr(sys, "platform", "linux")
+    (tmp_path / "812" / "task" / "813").mkdir(parents=True)
+    (tmp_path / "812" / "stat").write_bytes(b"812 (" + CUT + b") T 1 812 700" + 20 * b" 100")
+    (tmp_path / "812" / "task" / "813" / "comm").write_bytes(CUT)
+    assert processes.state(812) == "T"
+    assert processes.cpu_s([700]) == {700: 400 / os.sysconf("SC_CLK_TCK")}
+    assert not processes.ask_for_stacks(812)
 
 
 def test_a_machine_without_loopback_is_told_before_the_start(monkeypatch):
