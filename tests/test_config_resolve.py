@@ -315,3 +315,14 @@ def test_the_command_that_gives_a_configuration_again():
     assert command.startswith("shardkit config --defaults --set distributed_type=FSDP")
     assert "--set fsdp.transformer_layer_cls_to_wrap=A,B" in command and command.endswith("-o 'my run.yaml' --force")
     assert files.suggest(settings_of(config)).config == config
+
+
+def test_null_is_nothing_given_and_changes_nothing_below(project, monkeypatch):
+    """As with SHARDKIT_SET_MIXED_PRECISION=$PRECISION, where that is not set: the run was in fp32."""
+    put(project / "shardkit.yaml", "num_processes: 3\nmixed_precision: bf16\ngpu_ids: '0,1,2'\nuse_cpu:\n")
+    monkeypatch.setenv("SHARDKIT_SET_MIXED_PRECISION", "")
+    config = files.resolve(folder=project, settings={"num_processes": "null", "gpu_ids": "null"}).config
+    assert (config.num_processes, config.mixed_precision, config.gpu_ids) == (3, "bf16", None)
+    put(project / "shardkit.yaml", "num_processes:\nuse_cpu: true\n")
+    loaded = files.resolve(folder=project)
+    assert loaded.origins["num_processes"].kind == "hardware"

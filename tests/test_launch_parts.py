@@ -294,6 +294,17 @@ def test_errors_name_the_flag_that_was_typed(tmp_path, capsys, monkeypatch):
     assert sorted(line.split(": ")[0] for line in said) == sorted([*flags, "--fsdp-config trainer.json"])
 
 
+def test_a_flag_whose_variable_is_not_set_is_told(tmp_path, capsys, monkeypatch):
+    """It gave the default in place of the file's value: one rank, fp32, no resume."""
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    flags = ["--num-processes", "--num-machines", "--main", "--mixed-precision", "--restarts", "--resume", "--logs"]
+    assert command_line.run(["launch", "--fsdp", "", *(f"{flag}=" for flag in flags), "train.py"]) == 2
+    *said, _ = capsys.readouterr().err.splitlines()
+    of_flag = "{}: has no value (got an empty text, as from a variable that is not set); write one."
+    assert sorted(said) == sorted(of_flag.format(flag) for flag in flags)
+
+
 # checks before the start
 
 
