@@ -110,6 +110,10 @@ def test_fsdp_config_is_a_file_or_the_folder_that_holds_it(tmp_path):
     assert flags.fsdp_file_settings(tmp_path / "other.yaml") == {"fsdp_config.fsdp_offload_params": "true"}
     with pytest.raises(ConfigError, match=r"should hold one JSON or YAML file \(got 2: fsdp.json, other.yaml\)"):
         flags.fsdp_file_settings(tmp_path)
+    for name, text in {"empty.json": "\n", "empty.yaml": "# fsdp_offload_params: true\n"}.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=rf"^--fsdp-config: .*{name} is empty; write settings into it, or leave"):
+            flags.fsdp_file_settings(tmp_path / name)
 
 
 def test_addresses_and_settings():

@@ -236,6 +236,8 @@ def _read(file: Path) -> Mapping[str, Any]:
     try:
         with file.open("rb") as stream:
             text = document.decode(stream.read(document.MAX_BYTES + 1), name)
+        if not re.sub("(?m)#.*$", "", text).strip():
+            raise ConfigError(f"{name} is empty; write settings into it, or leave the flag out.")
         is_json = file.suffix == ".json"
         content = json.loads(text) if is_json else document.typed(document.compose(text, name), name)
     except OSError as error:
