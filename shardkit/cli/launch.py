@@ -152,7 +152,7 @@ def check_names(command: list[str], is_module: bool) -> None:
     preflight.raise_all(script)
     found = scan.scan_script(command[0], is_module)
     typer.echo(scan.report(found))
-    if found.refused or found.missing:
+    if found.refused or found.missing or found.unread:
         raise typer.Exit(1)
 
 
