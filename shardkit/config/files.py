@@ -243,6 +243,8 @@ def shared_values(config: Config) -> dict[str, Any]:
 
 def text_of_file(path: Path) -> str:
     """The text of a configuration file. Raises ConfigError where it does not exist or is not text."""
+    if path in _texts_of_pipes:
+        return _texts_of_pipes[path]
     if path.is_dir():
         raise ConfigError(f"{path}: is a folder; name the YAML file in it.")
     try:
@@ -252,7 +254,14 @@ def text_of_file(path: Path) -> str:
         what = "there is no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
         said_by = f" (named by ${env.CONFIG})" if path == env.config_path() else ""
         raise ConfigError(f"{path}: {what}{said_by}; {_what_to_do(path, error)}") from None
-    return document.decode(data, str(path))
+    text = document.decode(data, str(path))
+    if not path.is_file():
+        _texts_of_pipes[path] = text
+    return text
+
+
+_texts_of_pipes: dict[Path, str] = {}
+"""What was read from each, as of `--config <(...)`: a second time it gives nothing."""
 
 
 def _what_to_do(path: Path, error: OSError) -> str:
