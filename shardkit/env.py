@@ -92,9 +92,9 @@ def _counts_machines() -> bool:
 
 
 def config_path() -> Path | None:
-    """The configuration file in $SHARDKIT_CONFIG."""
+    """The configuration file in $SHARDKIT_CONFIG, with `~` expanded, as no shell does for a service."""
     value = os.environ.get(CONFIG)
-    return Path(value) if value else None
+    return Path(os.path.expanduser(value)) if value else None
 
 
 def resolved_config_path() -> Path | None:

@@ -8,6 +8,7 @@ import io
 import os
 import sys
 import threading
+import traceback
 from typing import NoReturn
 
 
@@ -33,8 +34,11 @@ def exit_without_interpreter_teardown(code: int) -> NoReturn:
 
 
 def _end_python() -> None:
-    """Joins threads and calls exit functions."""
-    threading._shutdown()  # type: ignore[attr-defined]
+    """Joins threads and calls exit functions. As in Python, Ctrl-C ends the wait for threads, and changes no code."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+    except BaseException:
+        traceback.print_exc()
     atexit._run_exitfuncs()
 
 

@@ -51,6 +51,20 @@ def test_the_folder_of_several_runs_names_them(of_one_rank, tmp_path, capsys):
     assert text.endswith(f"give the folder of a run, such as {tmp_path / 'a'}, {tmp_path / 'b'}.\n")
 
 
+def test_a_launch_that_is_to_resume_from_several_checkpoints_names_one(of_one_rank, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "best").symlink_to(of_one_rank / "step-00000001")
+    launch = ["launch", "--cpu", "-n", "2", "--dry-run", "--resume"]
+    for several in (of_one_rank, of_one_rank.parent):
+        said = answer(capsys, *launch, several, "train.py", code=2)
+        assert f"launch: resume: {several}: a folder of checkpoints; name one of them, such as" in said
+        assert f"{of_one_rank / 'step-00000002'}; or give auto for the newest one." in said
+    for one in (of_one_rank / "step-00000001", "out/best", "auto"):
+        answer(capsys, *launch, one, "train.py")
+
+
 def test_a_link_to_a_checkpoint_is_pinned_at_the_checkpoint(of_one_rank, tmp_path, capsys):
     best = tmp_path / "best"
     best.symlink_to(of_one_rank / "step-00000001")

@@ -1040,6 +1040,8 @@ def test_scan_says_what_stands_in_what_is_refused_and_what_means_another_thing()
     (missing,) = scan.scan_text("import accelerate.checkpointing", "train.py").missing
     assert missing.name == "checkpointing"
     assert scan.report(scan.scan_text("import torch", "a.py")).startswith("The script uses no name of accelerate")
+    broken = scan.report(scan.scan_text("from accelerate import Accelerator\nf(", "a.py"))
+    assert broken.startswith("a.py:2: not valid Python for this interpreter ('(' was never closed); correct it.\n0 n")
 
 
 def test_scan_finds_nothing_in_a_script_on_shardkits_own_accelerator():

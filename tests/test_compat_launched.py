@@ -144,6 +144,9 @@ def test_check_says_what_a_script_names_and_starts_nothing(tmp_path):
     bad = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert bad.returncode == 1
     assert "bad.py:3: Accelerator.lomo_backward: not supported: LOMO is not supported; use backward." in bad.stdout
+    (tmp_path / "bad.py").write_text("from accelerate import Accelerator\nAccelerator(\n")
+    bad = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert bad.returncode == 1 and "bad.py:2: not valid Python for this interpreter" in bad.stdout
     dry = launch(tmp_path, ("-n", "2", "--dry-run"), "theirs")
     assert "note: theirs.py:42: the schedule's length is multiplied by the number of ranks" in dry.stderr
     assert "note:" not in launch(tmp_path, ("-n", "2", "--dry-run", *SCHEDULER), "theirs").stderr

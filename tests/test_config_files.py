@@ -546,3 +546,16 @@ def test_editors_accept_what_we_write_and_refuse_what_we_refuse():
     described = validator.schema["properties"]["fsdp_config"]["properties"]["fsdp_offload_params"]
     assert described["description"] == text_of(FsdpConfig, "offload_params")
     assert len(sections()) == 9
+
+
+def test_a_pipe_is_read_once_and_known_from_then_on():
+    """`shardkit plan --config <(...)` asked for its model first, and found it empty after that."""
+    reader, writer = os.pipe()
+    os.write(writer, b"num_processes: 3\n")
+    os.close(writer)
+    path = Path(f"/dev/fd/{reader}")
+    try:
+        assert files.text_of_file(path) == files.text_of_file(path) == "num_processes: 3\n"
+    finally:
+        os.close(reader)
+        files._texts_of_pipes.clear()

@@ -61,6 +61,9 @@ def test_an_accelerate_file_the_users_own_and_the_variable(project, monkeypatch)
     monkeypatch.setenv("SHARDKIT_CONFIG", str(project / "other.yaml"))
     with pytest.raises(ConfigError, match=r"other\.yaml: there is no such file"):
         files.resolve(folder=project)
+    monkeypatch.setenv("HOME", str(project))
+    monkeypatch.setenv("SHARDKIT_CONFIG", "~/shardkit.yaml")
+    assert files.find(project / "elsewhere") == ours
 
 
 def test_without_a_project_only_the_folder_itself_is_looked_at(tmp_path, monkeypatch):
@@ -312,3 +315,14 @@ def test_the_command_that_gives_a_configuration_again():
     assert command.startswith("shardkit config --defaults --set distributed_type=FSDP")
     assert "--set fsdp.transformer_layer_cls_to_wrap=A,B" in command and command.endswith("-o 'my run.yaml' --force")
     assert files.suggest(settings_of(config)).config == config
+
+
+def test_null_is_nothing_given_and_changes_nothing_below(project, monkeypatch):
+    """As with SHARDKIT_SET_MIXED_PRECISION=$PRECISION, where that is not set: the run was in fp32."""
+    put(project / "shardkit.yaml", "num_processes: 3\nmixed_precision: bf16\ngpu_ids: '0,1,2'\nuse_cpu:\n")
+    monkeypatch.setenv("SHARDKIT_SET_MIXED_PRECISION", "")
+    config = files.resolve(folder=project, settings={"num_processes": "null", "gpu_ids": "null"}).config
+    assert (config.num_processes, config.mixed_precision, config.gpu_ids) == (3, "bf16", None)
+    put(project / "shardkit.yaml", "num_processes:\nuse_cpu: true\n")
+    loaded = files.resolve(folder=project)
+    assert loaded.origins["num_processes"].kind == "hardware"

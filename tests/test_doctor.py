@@ -14,9 +14,10 @@ from shardkit.distributed import process
 from shardkit.doctor import findings, machine
 from shardkit.doctor import ranks as doctor_ranks
 from shardkit.doctor.findings import Finding, Level
+from shardkit.launch import meeting
 from shardkit.launch.preflight import Machine
 from tests.network import ADDRESSES, folder, two_machines
-from tests.test_launch import Running
+from tests.test_launch import Running, free_port
 
 COMMAND = [sys.executable, "-m", "shardkit", "doctor", "--cpu"]
 PORT = 29500
@@ -114,6 +115,7 @@ def test_a_slow_link_and_a_slow_machine_are_found():
 
 def test_a_run_that_would_not_start_fails_before_any_rank(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(meeting, "DECLINE_S", 0.1)
     flags = ["--cpu", "-n", "2", "--num-machines", "2", "--main", "no-such-name.invalid:29500", "--machine-rank", "1"]
     assert command_line.run(["doctor", *flags, "--json"]) == 4
     out, said = capsys.readouterr()
@@ -166,6 +168,20 @@ def examined(path: Path, is_blocked: bool) -> list[tuple[int, str]]:
         finally:
             for one in both:
                 one.close()
+
+
+@pytest.mark.slow
+def test_what_is_wrong_with_one_machine_is_told_on_the_others_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    flags = ["-n", "2", "--num-machines", "2", "--main", f"127.0.0.1:{free_port()}", "--machine-rank"]
+    other = Running(folder(tmp_path, 0), words=[*COMMAND, *flags, "0"])
+    try:
+        words = [*COMMAND, *flags, "1", "--folder", str(tmp_path / "file" / "in")]
+        subprocess.run(words, cwd=folder(tmp_path, 1), capture_output=True, timeout=60, check=False)
+        assert other.end() == 4
+    finally:
+        other.close()
+    assert f": disk: {tmp_path / 'file' / 'in'} cannot be written (Not a directory)" in other.text()
 
 
 def folder_of(folders):

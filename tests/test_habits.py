@@ -32,6 +32,19 @@ def test_an_option_that_nothing_is_like_is_told_alone(capsys):
     assert capsys.readouterr().err.endswith("Error: No such option: --partition\n")
 
 
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("launch -n", "Option '-n' requires an argument."),
+        ("checkpoint prune . --keep-last", "Option '--keep-last' requires an argument."),
+        ("launch --cpu=true train.py", "Option '--cpu' does not take a value."),
+    ],
+)
+def test_an_option_that_lacks_its_value_or_has_none_is_told(command, says, capsys):
+    assert run(command.split()) == EXIT_CONFIG
+    assert capsys.readouterr().err.endswith(f"Error: {says}\n")
+
+
 @pytest.mark.parametrize("verb", HABITS)
 def test_habits_name_options_that_exist_and_no_word_twice(verb):
     command = typer.main.get_command(import_module(f"shardkit.cli.{verb}").app)

@@ -253,6 +253,21 @@ def test_a_machine_that_fails_its_checks_ends_the_others_at_once(monkeypatch, fa
         told.result(60)
 
 
+@is_slow
+@pytest.mark.parametrize("content", ["- what is this", "shardkit:\n  launch:\n    hang_timeout_s: soon"])
+def test_a_machine_whose_file_is_wrong_ends_the_others_at_once(tmp_path, content):
+    """Where it knows their address all the same: from flags, a scheduler, or another line of the file."""
+    port, (first, second) = free_port(), (folder(tmp_path, number) for number in (0, 1))
+    known = f"num_machines: 2\nmain_process_ip: 127.0.0.1\nmain_process_port: {port}\n"
+    (second / "own.yaml").write_text(content if content.startswith("-") else known + content)
+    given = flags(port, 1) if content.startswith("-") else ["--machine-rank", "1"]
+    with running(first, *flags(port, 0, script("world"))) as other:
+        one = launch(second, "--config", "own.yaml", *given, script("world"))
+        assert one.returncode == other.end() == 2, one.stderr + other.text()
+    [problem, _] = one.stderr.splitlines()
+    assert f"launch: machine 1 ({socket.gethostname()}): {problem}\n" in other.text()
+
+
 WITHOUT_SPACE = """
 import sys
 from shardkit.cli.main import main

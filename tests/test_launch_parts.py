@@ -25,14 +25,25 @@ from shardkit.config.command import settings_from
 from shardkit.config.layers import FlagValue, flag_layer
 from shardkit.config.schema import Config
 from shardkit.errors import EXIT_MACHINE, ConfigError, HangError, MachineError, Preempted, RankFailure, UsageError
-from shardkit.launch import attempts, diagnosis, environment, failure, flags, folders, ports, preflight, stacks
+from shardkit.launch import (
+    attempts,
+    diagnosis,
+    environment,
+    failure,
+    flags,
+    folders,
+    ports,
+    preflight,
+    processes,
+    stacks,
+)
 from shardkit.launch.diagnosis import RankOutcome
 from shardkit.launch.hangs import Rank, Seen, Verdict, is_due, judge, render, rows_of, warning
 from shardkit.launch.output import Lines, Output
 from shardkit.launch.preflight import Machine
 from shardkit.launch.rank_files import ProgressWriter, RankError, RankProgress
 from shardkit.launch.restarts import Restarts
-from shardkit.launch.spec import launch_spec
+from shardkit.launch.spec import launch_spec, rank_command
 
 NO_GPU = Machine((), 2)
 EIGHT = Machine(("H200",) * 8, 16, installed=8)
@@ -99,6 +110,10 @@ def test_fsdp_config_is_a_file_or_the_folder_that_holds_it(tmp_path):
     assert flags.fsdp_file_settings(tmp_path / "other.yaml") == {"fsdp_config.fsdp_offload_params": "true"}
     with pytest.raises(ConfigError, match=r"should hold one JSON or YAML file \(got 2: fsdp.json, other.yaml\)"):
         flags.fsdp_file_settings(tmp_path)
+    for name, text in {"empty.json": "\n", "empty.yaml": "# fsdp_offload_params: true\n"}.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=rf"^--fsdp-config: .*{name} is empty; write settings into it, or leave"):
+            flags.fsdp_file_settings(tmp_path / name)
 
 
 def test_addresses_and_settings():
@@ -254,7 +269,7 @@ def test_a_dry_run_shows_what_every_rank_would_run(tmp_path, capsys, monkeypatch
     assert command_line.run(["launch", "--cpu", "-n", "2", "--dry-run", "train.py", "--lr", "1"]) == 0
     shown = capsys.readouterr().out
     assert " | shardkit.yaml | " in shown  # as README prints it, not its whole path
-    assert "-m shardkit.launch.bootstrap train.py --lr 1" in shown
+    assert "shardkit/launch/bootstrap.py train.py --lr 1" in shown
     assert "ACCELERATE_MIXED_PRECISION=" in shown
     assert "Nothing was started" in shown
     assert not (tmp_path / "runs").exists()
@@ -281,6 +296,17 @@ def test_errors_name_the_flag_that_was_typed(tmp_path, capsys, monkeypatch):
     *said, _ = capsys.readouterr().err.splitlines()
     flags = ["--main", "--num-processes", "--num-machines", "--mixed-precision", "--restarts", "--set debug"]
     assert sorted(line.split(": ")[0] for line in said) == sorted([*flags, "--fsdp-config trainer.json"])
+
+
+def test_a_flag_whose_variable_is_not_set_is_told(tmp_path, capsys, monkeypatch):
+    """It gave the default in place of the file's value: one rank, fp32, no resume."""
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    flags = ["--num-processes", "--num-machines", "--main", "--mixed-precision", "--restarts", "--resume", "--logs"]
+    assert command_line.run(["launch", "--fsdp", "", *(f"{flag}=" for flag in flags), "train.py"]) == 2
+    *said, _ = capsys.readouterr().err.splitlines()
+    of_flag = "{}: has no value (got an empty text, as from a variable that is not set); write one."
+    assert sorted(said) == sorted(of_flag.format(flag) for flag in flags)
 
 
 # checks before the start
@@ -381,6 +407,24 @@ def test_a_process_that_ends_while_it_is_looked_up_is_named_by_its_number(tmp_pa
     (tmp_path / "812" / "fd").mkdir(parents=True)
     (tmp_path / "812" / "fd" / "3").symlink_to("socket:[77]")
     assert ports.owner(0x1F90, tmp_path) == "pid 812"
+    (tmp_path / "812" / "comm").write_bytes(CUT)
+    assert ports.owner(0x1F90, tmp_path) == "pid 812 (\ufffd)"
+
+
+CUT = "é".encode()[:1]
+"""The name of a process whose 15th byte is in the middle of a letter."""
+
+
+def test_processes_whose_names_are_no_text_are_watched_as_others(tmp_path, monkeypatch):
+    """Those of any user on the machine: the watch over the ranks ended with the first one."""
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    monkeypatch.setattr(sys, "platform", "linux")
+    (tmp_path / "812" / "task" / "813").mkdir(parents=True)
+    (tmp_path / "812" / "stat").write_bytes(b"812 (" + CUT + b") T 1 812 700" + 20 * b" 100")
+    (tmp_path / "812" / "task" / "813" / "comm").write_bytes(CUT)
+    assert processes.state(812) == "T"
+    assert processes.cpu_s([700]) == {700: 400 / os.sysconf("SC_CLK_TCK")}
+    assert not processes.ask_for_stacks(812)
 
 
 def test_a_machine_without_loopback_is_told_before_the_start(monkeypatch):
@@ -1022,7 +1066,7 @@ def test_a_world_of_another_size_stops_before_the_script(tmp_path):
     (tmp_path / "script.py").write_text("open('ran', 'w')")
     variables = {**os.environ, "SHARDKIT_NUM_PROCESSES": "2", "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     variables |= {"SHARDKIT_PROGRESS_DIR": str(tmp_path), "SHARDKIT_LOG_DIR": str(tmp_path)}
-    bootstrap = [sys.executable, "-m", "shardkit.launch.bootstrap", "script.py"]
+    bootstrap = rank_command(["script.py"])
     done = subprocess.run(bootstrap, cwd=tmp_path, env=variables, timeout=60, check=False)
     assert done.returncode == 2
     assert not (tmp_path / "ran").exists()
@@ -1032,17 +1076,22 @@ def test_a_world_of_another_size_stops_before_the_script(tmp_path):
 
 
 def test_a_script_runs_as_python_would_run_it(tmp_path):
-    (tmp_path / "beside.py").write_text("value = 5\n")
-    (tmp_path / "script.py").write_text(
-        "import pickle, sys, beside\n"
+    """Also where files in the working folder have the names of modules that a rank loads before the script."""
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    for name in ("json", "types", "shardkit"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('of the working folder')")
+    (scripts / "beside.py").write_text("value = 5\n")
+    (scripts / "script.py").write_text(
+        "import json, pickle, sys, beside\n"
         "class Thing: pass\n"
-        "assert __name__ == '__main__' and __file__.endswith('script.py') and sys.argv == ['script.py', '-x']\n"
+        "assert __name__ == '__main__' and __file__.endswith('script.py') and sys.argv == ['scripts/script.py', '-x']\n"
         "assert type(pickle.loads(pickle.dumps(Thing()))) is Thing\n"
         "assert 'torch' not in sys.modules\n"
         "print(beside.value)\n"
     )
     variables = {**os.environ, "SHARDKIT_PROGRESS_DIR": str(tmp_path), "SHARDKIT_LOG_DIR": str(tmp_path)}
-    bootstrap = [sys.executable, "-m", "shardkit.launch.bootstrap", "script.py", "-x"]
+    bootstrap = rank_command(["scripts/script.py", "-x"])
     done = subprocess.run(
         bootstrap, cwd=tmp_path, env=variables, timeout=60, check=False, capture_output=True, text=True
     )
@@ -1050,15 +1099,16 @@ def test_a_script_runs_as_python_would_run_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_script_has_begun_on_its_device_is_awaited_and_may_fail(tmp_path):
+@pytest.mark.parametrize("end", ["", "sys.exit()", "sys.exit(False)"])
+def test_what_a_script_has_begun_on_its_device_is_awaited_and_may_fail(tmp_path, end):
     (tmp_path / "script.py").write_text(
-        "import torch\n"
+        "import sys, torch\n"
         "from shardkit.distributed import accelerators\n"
         "def fail(): raise torch.AcceleratorError('CUDA error: device-side assert triggered')\n"
-        "torch.accelerator.synchronize, accelerators.is_used = fail, lambda: True\n"
+        f"torch.accelerator.synchronize, accelerators.is_used = fail, lambda: True\n{end}"
     )
     variables = {**os.environ, "SHARDKIT_PROGRESS_DIR": str(tmp_path), "SHARDKIT_LOG_DIR": str(tmp_path)}
-    bootstrap = [sys.executable, "-m", "shardkit.launch.bootstrap", "script.py"]
+    bootstrap = rank_command(["script.py"])
     done = subprocess.run(bootstrap, cwd=tmp_path, env=variables, timeout=60, check=False)
     assert done.returncode == 1
     assert "device-side assert" in json.loads((tmp_path / "rank-0.error").read_text())["message"]

@@ -13,6 +13,7 @@ from shardkit.errors import RankFailure
 from shardkit.launch import forking, names, pod, preloaded, signals, start_methods
 from shardkit.launch.monitor import Monitor
 from shardkit.launch.rank_files import read_errors
+from shardkit.launch.spec import rank_command
 
 SCRIPTS = Path(__file__).parent / "scripts"
 is_slow = pytest.mark.slow
@@ -272,7 +273,7 @@ def test_the_end_of_a_process_that_the_script_has_forked_is_not_that_of_the_rank
     lines += ["sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) + 4)"]
     (tmp_path / "forks.py").write_text("\n".join(lines))
     variables = {names.PROGRESS_DIR: str(tmp_path), names.LOG_DIR: str(tmp_path), "RANK": "3"}
-    command = [sys.executable, "-m", "shardkit.launch.bootstrap", str(tmp_path / "forks.py")]
+    command = rank_command([str(tmp_path / "forks.py")])
     done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 5 and "of the child" in done.stderr and "bootstrap.py" not in done.stderr, done.stderr
     assert read_errors(tmp_path)[3].message == "the script called sys.exit(5)"

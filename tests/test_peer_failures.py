@@ -76,7 +76,8 @@ def test_6_what_can_fail_is_checked_before_anything_is_lost(capsys):
 def test_7_what_people_type_is_understood():
     for word in ("y", "Y", "1", "yes"):
         assert files.suggest({"use_cpu": word, "num_processes": "2"}).config.use_cpu is True
-    assert files.suggest({"fsdp.min_num_params": "1e8"}).config.fsdp.min_num_params == 10**8
+    for word in ("1e8", "100M", "100_000_000", "100,000,000", "100,000K"):
+        assert files.suggest({"fsdp.min_num_params": word}).config.fsdp.min_num_params == 10**8
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,8 @@ def test_7_what_people_type_is_understood():
         ("num_machines=0", "num_machines: is too small (got '0'); write 1 or more."),
         ("num_processes=-5", "num_processes: is too small (got '-5'); write 1 or more."),
         ("num_processes=two", "num_processes: is not a whole number (got 'two'); write one such as 1."),
+        ("num_processes=0,1", "num_processes: is not a whole number (got '0,1'); write one such as 1."),
+        ("shardkit.launch.hang_timeout_s=2,5", "hang_timeout_s: is not a number (got '2,5'); write one such as"),
         ("num_processes=2000000", "num_processes: is too large (got '2000000'); write 1000000 or less."),
         ("main_process_port=99999", "main_process_port: is too large (got '99999'); write 65535 or less."),
         ("rdzv_backend=bogus", "rdzv_backend: is not one of the choices (got 'bogus'); write static, c10d, etcd-v2 or"),

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from shardkit import Accelerator, ProjectConfiguration, env
 from shardkit.config import files
 from shardkit.errors import Preempted
+from shardkit.launch import names
 from shardkit.runtime import preemption
 from tests.training import Points, loss_of, parts
 
@@ -150,3 +151,21 @@ def test_a_run_that_ends_after_its_newest_checkpoint_says_so(tmp_path, capsys, s
     accelerator.end_training()
     told = "the run ends at step 3, but its newest checkpoint is of step 2" in capsys.readouterr().err
     assert told == is_told
+
+
+def test_after_the_end_of_its_last_run_ctrl_c_interrupts_a_script(tmp_path, monkeypatch):
+    files.write(files.read_text("distributed_type: 'NO'\nuse_cpu: true\n").config, tmp_path / "resolved.yaml")
+    monkeypatch.setenv(env.RESOLVED, str(tmp_path / "resolved.yaml"))
+    monkeypatch.setenv(names.LAUNCHER_PID, str(os.getpid()))
+    first, second = (Accelerator(config={"use_cpu": True, "distributed_type": "NO"}) for _ in range(2))
+    try:
+        first.end_training()
+        signal.raise_signal(signal.SIGINT)  # the second run would stop at its next step
+        second.end_training()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)  # the script has the time to finish
+        Accelerator(config={"use_cpu": True, "distributed_type": "NO"})
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        preemption.uninstall()

@@ -54,7 +54,7 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO())
     Path("shardkit.yaml").write_text(CONFIGURATION)
     Path("train.py").write_text("")
-    Path("hosts").write_text("# ours\nnode-a slots=8\n\nme@node-b  # the other\n")
+    Path("hosts").write_text("\ufeffnode-a slots=8\n# ours\n\nme@node-b  # the other\n")
 
 
 def submit(capsys, *words: str, code: int = 0) -> tuple[str, str]:

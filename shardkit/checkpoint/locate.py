@@ -105,6 +105,15 @@ def checkpoints(path: Place) -> list[Place]:
         return found
 
 
+def refusal_of_series(path: Place) -> str | None:
+    """Why a path from which one state is to be loaded is none: a folder of checkpoints, or the project folder around
+    it; None for any other."""
+    if manifest.is_here(path):
+        return None
+    newest = [one.path for one in _steps_in(path)[1]][:1] or folder.named_otherwise(path)[-1:]
+    return f"a folder of checkpoints; name one of them, such as {newest[0]}" if newest else None
+
+
 @contextmanager
 def _as_checkpoint_error(path: Place) -> Iterator[None]:
     """Turns errors of the file system or the store into CheckpointError, and adds the prefix `checkpoint: `."""

@@ -79,6 +79,7 @@ def examine(config: "Config", config_name: str, folder: Path, as_json: bool) -> 
         ]
         if findings.has_error(own):
             say("a run would not start here, so the ranks are not tested")
+            tell_others(config, own)
             result: dict[str, Any] = {"machines": {}, "findings": findings.as_json(own), "measured": []}
         else:
             result = together(config, config_name, folder, here, own)
@@ -88,6 +89,19 @@ def examine(config: "Config", config_name: str, folder: Path, as_json: bool) -> 
     else:
         print(findings.render(rows, config.num_machines))
     return EXIT_MACHINE if findings.has_error(rows) else 0
+
+
+def tell_others(config: "Config", own: list["Finding"]) -> None:
+    """Tell the other machines what is wrong with this one, for which they wait."""
+    from shardkit.doctor.findings import Level
+
+    if config.num_machines == 1 or config.main_process_ip is None:
+        return
+    try:
+        from shardkit.launch import meeting
+    except Exception:  # it loads torch, which may be what this machine lacks
+        return
+    meeting.decline(config, "\n".join(f"{one.check}: {one.found}" for one in own if one.level is Level.ERROR))
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """`shardkit launch train.py`: reads the flags, finds the configuration, runs checks, and starts the ranks."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ from shardkit.errors import ConfigError, ShardkitError
 
 if TYPE_CHECKING:
     from shardkit.launch.flags import Switches
+    from shardkit.launch.preflight import Problem
 
 
 class LaunchCommand(TyperCommand):
@@ -150,7 +152,7 @@ def check_names(command: list[str], is_module: bool) -> None:
     preflight.raise_all(script)
     found = scan.scan_script(command[0], is_module)
     typer.echo(scan.report(found))
-    if found.refused or found.missing:
+    if found.refused or found.missing or found.unread:
         raise typer.Exit(1)
 
 
@@ -216,12 +218,55 @@ def _is_awaited(loaded: Any) -> bool:
     return is_fixed and has_number(loaded) and not preflight.is_on_pod(config)
 
 
-def _decline(config: Any, text: str) -> None:
+def _problem_of_series(config: Any) -> list[str]:
+    """Why a run cannot resume from the path that it is given, where several checkpoints lie; the ranks judge one."""
+    from contextlib import suppress
+
+    from shardkit.launch import preflight
+    from shardkit.storage.url import place_of
+
+    resume = config.shardkit.checkpoint.resume
+    if resume in ("never", "auto") or preflight.is_on_pod(config):
+        return []
+    from shardkit.checkpoint import locate
+
+    with suppress(ShardkitError, OSError):  # what cannot be read here
+        refusal = locate.refusal_of_series(place_of(resume))
+        return [f"launch: resume: {resume}: {refusal}; or give auto for the newest one."] if refusal else []
+    return []
+
+
+def _raise_all(problems: "list[Problem]", decline: Callable[[str], None] | None) -> None:
+    """Raises one error with all problems, which `decline` tells the other machines first."""
+    from shardkit.launch import preflight
+
+    try:
+        preflight.raise_all(problems)
+    except ShardkitError as error:
+        if decline is not None:
+            decline(str(error))
+        raise
+
+
+def _decline(loaded: Any, text: str) -> None:
+    """Tell the other machines why this one does not come, where they wait for it."""
+    if not _is_awaited(loaded):
+        return
     try:
         from shardkit.launch import meeting
     except Exception:  # it loads torch, which may be what this machine lacks
         return
-    meeting.decline(config, text.rpartition("\n")[0])  # without the line that counts the problems
+    meeting.decline(loaded.config, text.rpartition("\n")[0])  # without the line that counts the problems
+
+
+def _decline_what_is_known(path: Path | None, settings: dict[str, str], text: str) -> None:
+    """The same where the configuration has problems: its address may be right all the same, as that of flags and of a
+    scheduler is. Not at the default port, where another run may meet."""
+    from shardkit.config import files
+
+    loaded = files.readable_part(path, settings)
+    if loaded.config.main_process_ip and loaded.config.main_process_port:
+        _decline(loaded, text)
 
 
 def start_on_pod(
@@ -275,6 +320,7 @@ def checked(
     The other machines of a run are told the problems, unless it is a dry run."""
     import tempfile
     from dataclasses import replace
+    from functools import partial
 
     from shardkit import env
     from shardkit.config import files, hardware
@@ -289,7 +335,8 @@ def checked(
     try:
         loaded = files.resolve(path, settings)
     except ConfigError as error:
-        preflight.raise_all([*problems, *(Problem(text) for text in error.problems)])
+        decline = partial(_decline_what_is_known, path, settings)
+        _raise_all([*problems, *(Problem(text) for text in error.problems)], None if dry_run else decline)
         raise
     variables = env.copy()
     found = hardware.detect()
@@ -301,12 +348,8 @@ def checked(
         found_problems += map(Problem, pod.problem_of_number(loaded.config, "machine_rank" in settings))
     elif not (dry_run or has_number(loaded)):
         found_problems += preflight.number_problems(loaded.config, found.scheduler)
-    try:
-        preflight.raise_all([*problems, *found_problems])
-    except ShardkitError as error:
-        if not dry_run and _is_awaited(loaded):
-            _decline(loaded.config, str(error))
-        raise
+    found_problems += map(Problem, _problem_of_series(loaded.config))
+    _raise_all([*problems, *found_problems], None if dry_run else partial(_decline, loaded))
     device = spec.device_of(loaded.config)
     is_read = not is_module and not switches.as_accelerate and Path(command[0]).is_file()
     source = Path(command[0]).read_text(errors="replace") if is_read else ""

@@ -150,7 +150,8 @@ def _call(verb: str, arguments: list[str]) -> int:
     except typer.Exit as stop:
         return stop.exit_code
     except problem_with_the_flags as error:
-        if typed := getattr(error, "option_name", None):  # of an unknown option
+        typed = getattr(error, "option_name", None)
+        if typed and hasattr(error, "possibilities"):  # of an unknown option
             takes_settings = any("--set" in option.opts for option in error.ctx.command.params)
             near = ", ".join(sorted(habits.meant(verb, typed, takes_settings) or error.possibilities or ()))
             # In our words: versions of click and typer have their own.

@@ -42,6 +42,8 @@ class Found:
     refused: list[Named] = field(default_factory=list)
     missing: list[Named] = field(default_factory=list)
     remarks: list[Named] = field(default_factory=list)
+    unread: list[Named] = field(default_factory=list)
+    """Files that are not Python for this interpreter."""
 
     def add(self, other: "Found") -> None:
         """Add the names of another file."""
@@ -49,6 +51,7 @@ class Found:
         self.refused += other.refused
         self.missing += other.missing
         self.remarks += other.remarks
+        self.unread += other.unread
 
 
 def scan_script(script: str, is_module: bool = False) -> Found:
@@ -60,12 +63,14 @@ def scan_script(script: str, is_module: bool = False) -> Found:
 
 
 def scan_text(text: str, file: str) -> Found:
-    """The names in one file; none if Python cannot read it, which running it reports."""
+    """The names in one file; why there are none, if Python cannot read it."""
     try:
         tree = ast.parse(text.removeprefix(BYTE_ORDER_MARK))
         return Found() if _is_on_shardkit(tree) else _found_in(tree, file)
-    except (SyntaxError, ValueError, *TOO_DEEP):
-        return Found()
+    except SyntaxError as error:
+        return Found(unread=[Named(file, error.lineno or 1, "", error.msg)])
+    except (ValueError, *TOO_DEEP):
+        return Found(unread=[Named(file, 1, "", "nested too deeply, or of no text")])
 
 
 def _found_in(tree: ast.Module, file: str) -> Found:
@@ -331,7 +336,7 @@ def differences(found: Found) -> list[str]:
 
 def report(found: Found) -> str:
     """The report as text."""
-    lines = []
+    lines = [f"{one.place}: not valid Python for this interpreter ({one.text}); correct it." for one in found.unread]
     for title, group in (("not supported", found.refused), ("unknown", found.missing), ("remark", found.remarks)):
         lines += [f"{one.place}: {one.name}: {title}{': ' if one.text else ''}{one.text}." for one in group]
     named = {one.name for one in found.stands_in}

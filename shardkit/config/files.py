@@ -128,6 +128,17 @@ def resolve(
     return _loaded(combine(given), path)
 
 
+def readable_part(path: Path | None, settings: Mapping[str, str]) -> LoadedConfig:
+    """What `resolve` would give without what is wrong in it, of which a file that cannot be read is a part."""
+    given = [environment_layer(), flag_layer(settings)]
+    with contextlib.suppress(ConfigError):
+        if path := path or find(Path.cwd()):
+            given.insert(0, _without_address(_file_layer(path)))
+    given.insert(0, hardware_defaults.hardware_layer(combine(given).entries, path is not None))
+    config, origins = validation.build(combine(given))
+    return LoadedConfig(config, origins, path=path)
+
+
 def suggest(settings: Mapping[str, str] | None = None) -> LoadedConfig:
     """Hardware defaults with the given settings: what `shardkit config --defaults` writes."""
     given = combine([environment_layer(), flag_layer(settings or {})])
@@ -232,6 +243,8 @@ def shared_values(config: Config) -> dict[str, Any]:
 
 def text_of_file(path: Path) -> str:
     """The text of a configuration file. Raises ConfigError where it does not exist or is not text."""
+    if path in _texts_of_pipes:
+        return _texts_of_pipes[path]
     if path.is_dir():
         raise ConfigError(f"{path}: is a folder; name the YAML file in it.")
     try:
@@ -241,7 +254,14 @@ def text_of_file(path: Path) -> str:
         what = "there is no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
         said_by = f" (named by ${env.CONFIG})" if path == env.config_path() else ""
         raise ConfigError(f"{path}: {what}{said_by}; {_what_to_do(path, error)}") from None
-    return document.decode(data, str(path))
+    text = document.decode(data, str(path))
+    if not path.is_file():
+        _texts_of_pipes[path] = text
+    return text
+
+
+_texts_of_pipes: dict[Path, str] = {}
+"""What was read from each, as of `--config <(...)`: a second time it gives nothing."""
 
 
 def _what_to_do(path: Path, error: OSError) -> str:

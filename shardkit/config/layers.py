@@ -5,7 +5,7 @@ A layer maps a setting's path in Python to the written value. Later layers win, 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -112,11 +112,17 @@ def flag_layer(settings: Mapping[str, str]) -> Layer:
     return _settings_layer(values, "flag", {name: _flag_of(name, value) for name, value in settings.items()})
 
 
+def is_absent(path: Path, entry: SettingEntry) -> bool:
+    """null means: not given, except where None is a value of the setting."""
+    optional = type(None) in get_args(all_keys()[path].field.annotation) or path == ("fsdp", "backward_prefetch")
+    return entry.value is None and not optional
+
+
 def combine(layers: Iterable[Layer]) -> Layer:
-    """All layers as one; later ones win."""
+    """All layers as one; later ones win with what they give."""
     combined = Layer()
     for layer in layers:
-        combined.entries |= layer.entries
+        combined.entries |= {path: entry for path, entry in layer.entries.items() if not is_absent(path, entry)}
         combined.problems += layer.problems
         combined.notes += layer.notes
     return combined

@@ -5,6 +5,7 @@ from it (`config/descriptions.py` reads it). A field's `alias` is its key in the
 hardware or environment; checks across fields are in `config/checks.py`.
 """
 
+import re
 from enum import Enum
 from typing import Annotated, Any, Literal
 
@@ -78,6 +79,8 @@ class StateDictType(str, Enum):
 _YES = {"yes", "true", "on", "y", "1"}
 _NO = {"no", "false", "off", "n", "0"}
 _UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
+_THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+\D?")
+"""A number with commas between thousands. Other commas are slips: a decimal comma (0,5), a list of GPUs (0,1)."""
 _EXACT_DIGITS = 30  # floating-point numbers hold 15
 
 
@@ -92,12 +95,14 @@ def read_bool(value: Any) -> Any:
 
 
 def read_count(value: Any) -> Any:
-    """100000000, "1e8", "100M", "100_000_000" -> 100000000; other values are rejected by pydantic."""
+    """100000000, "1e8", "100M", "100_000_000", "100,000,000" -> 100000000; other values are rejected by pydantic."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if not isinstance(value, str):
         return value
-    text = value.strip().lower().replace("_", "").replace(",", "")
+    text = value.strip().lower().replace("_", "")
+    if _THOUSANDS.fullmatch(text):
+        text = text.replace(",", "")
     factor = _UNITS.get(text[-1:], 1)
     text = text[:-1] if factor > 1 else text
     if text.isascii() and text.isdigit() and len(text) <= _EXACT_DIGITS:

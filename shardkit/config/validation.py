@@ -12,7 +12,7 @@ from shardkit.config import checks
 from shardkit.config.accelerate_keys import REFUSED_VALUES
 from shardkit.config.document import shortened
 from shardkit.config.keys import Path, all_keys, names_in, nearest, sections
-from shardkit.config.layers import DEFAULT, STRENGTH, Layer, Origin, SettingEntry, with_value
+from shardkit.config.layers import DEFAULT, STRENGTH, Layer, Origin, SettingEntry, is_absent, with_value
 from shardkit.config.schema import Config, DistributedType, ShardingStrategy, read_bool, read_strategy
 from shardkit.errors import ConfigError
 
@@ -26,7 +26,7 @@ def build(layer: Layer) -> tuple[Config, dict[str, Origin]]:
     """The layer's configuration, and the origin of each value. Adds to the layer's notes and problems. An invalid value
     counts as unset, so that other problems are found too."""
     settle(layer)
-    entries = {path: entry for path, entry in layer.entries.items() if not _is_absent(path, entry)}
+    entries = {path: entry for path, entry in layer.entries.items() if not is_absent(path, entry)}
     config, broken = _validated(entries, layer)
     if ("num_processes",) not in entries:
         broken.add("num_processes")  # set from the hardware later; checks must not use the schema's default
@@ -138,12 +138,6 @@ def _settle_mesh(layer: Layer) -> None:
 
 def _stronger(entry: SettingEntry, other: SettingEntry) -> bool:
     return STRENGTH.index(entry.origin.kind) > STRENGTH.index(other.origin.kind)
-
-
-def _is_absent(path: Path, entry: SettingEntry) -> bool:
-    """null means: not given, except where None is a value of the setting."""
-    optional = type(None) in get_args(all_keys()[path].field.annotation) or path == ("fsdp", "backward_prefetch")
-    return entry.value is None and not optional
 
 
 def _validated(entries: Mapping[Path, SettingEntry], layer: Layer) -> tuple[Config, set[str]]:

@@ -1,10 +1,12 @@
 """The first code in every rank: connects it to the launcher, then runs the user's script as `__main__`.
 
-    python -m shardkit.launch.bootstrap train.py --lr 3e-4
-    python -m shardkit.launch.bootstrap -m package.module --lr 3e-4
+    python shardkit/launch/bootstrap.py train.py --lr 3e-4
+    python shardkit/launch/bootstrap.py -m package.module --lr 3e-4
 
 or `main` with the same arguments, in a forked process (`forking.py`). Nothing here imports torch, so that a script
 which does not need it starts at once.
+
+It runs as a file: with `python -m`, files of the working folder would be imported in place of modules with their names.
 """
 
 import ctypes
@@ -15,12 +17,16 @@ import runpy
 import signal
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, suppress
 from importlib import import_module
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO, TextIO
+
+if __name__ == "__main__" and (own := str(Path(__file__).parents[2])) not in sys.path:
+    sys.path.append(own)  # of a launcher that found shardkit in its working folder
 
 from shardkit import env
 from shardkit.errors import EXIT_PREEMPTED, ConfigError, ShardkitError
@@ -53,7 +59,7 @@ def main(arguments: list[str]) -> int:
     with log_file:
         try:
             check_world()
-            with around_script(log_dir):
+            with exit_0_is_an_end(), around_script(log_dir):
                 run(arguments)
             if os.getpid() == own_pid:
                 finish_on_device()
@@ -138,6 +144,16 @@ def run(arguments: list[str]) -> None:
         run_script(str(Path(arguments[0]).absolute()), main_module.__dict__)
 
 
+@contextmanager
+def exit_0_is_an_end() -> Iterator[None]:
+    """A script may end by `sys.exit(main())`: with code 0 that is an end as any other, and no error."""
+    try:
+        yield
+    except SystemExit as error:
+        if failure.exit_code_of(error) != 0:
+            raise
+
+
 def finish_on_device() -> None:
     """Waits for what the script has begun on its accelerator. Without that a rank which ends early would take its part
     of a collective with it, for which the others wait there; and an error there would be lost."""
@@ -171,8 +187,6 @@ def run_script(script: str, namespace: dict[str, object]) -> None:
 def report(folder: Path, rank: int, error: BaseException, log_file: BinaryIO) -> int:
     """Writes the error for the launcher, and returns the exit code. The traceback is written only to the rank's log."""
     code = failure.exit_code_of(error)
-    if code == 0:
-        return 0
     if isinstance(error, SystemExit) and isinstance(error.code, str):
         print(error.code, file=sys.stderr)
     record = failure.describe(rank, error, OWN_FILES)

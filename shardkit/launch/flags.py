@@ -128,15 +128,22 @@ def read_all(
     plain: Mapping[str, str | None], *given: tuple[Callable[[Any], dict[str, str]], Any]
 ) -> tuple[dict[str, str], Problems]:
     """The settings in flags, and the problems of all flags. `plain`: {setting: value, None: not given}; `given`: flags
-    that a function reads (an empty one is not given). Later ones of one flag take precedence; different flags that
+    that a function reads. Later ones of one flag take precedence; different flags that
     contradict each other are a problem."""
     settings = {name: value for name, value in plain.items() if value is not None}
     problems = Problems()
+    for name, value in list(settings.items()):
+        if not value.strip():
+            problems.add(_without_value(getattr(settings.pop(name), "flag", name)))
     for read, argument in given:
-        more = (problems.of(read, argument) if argument else None) or {}
+        more = (problems.of(read, argument) if argument is not None else None) or {}
         problems.lines += clashes(settings, more)
         settings |= more
     return settings, problems
+
+
+def _without_value(flag: str) -> str:
+    return f"{flag}: has no value (got an empty text, as from a variable that is not set); write one."
 
 
 def fsdp_settings(text: str) -> dict[str, str]:
@@ -184,6 +191,8 @@ def fsdp_file_settings(path: Path) -> dict[str, str]:
 def main_settings(address: str) -> dict[str, str]:
     """`--main HOST:PORT`, `--main HOST`, `--main :PORT`."""
     host, port = host_port.split(address)
+    if not (host.strip() or port):
+        raise UsageError(_without_value("--main"))
     number = number_in(port)
     if port and (number is None or number > 65535):
         raise UsageError(
@@ -195,6 +204,8 @@ def main_settings(address: str) -> dict[str, str]:
 
 def machines_settings(text: str) -> dict[str, str]:
     """`--num-machines N`, or MIN:MAX for an elastic run."""
+    if not text.strip():
+        raise UsageError(_without_value("--num-machines"))
     if ":" not in text:
         return _given_by("--num-machines", {"num_machines": text})
     found = machine_range(text)
@@ -225,6 +236,8 @@ def _read(file: Path) -> Mapping[str, Any]:
     try:
         with file.open("rb") as stream:
             text = document.decode(stream.read(document.MAX_BYTES + 1), name)
+        if not re.sub("(?m)#.*$", "", text).strip():
+            raise ConfigError(f"{name} is empty; write settings into it, or leave the flag out.")
         is_json = file.suffix == ".json"
         content = json.loads(text) if is_json else document.typed(document.compose(text, name), name)
     except OSError as error:

@@ -29,7 +29,7 @@ from shardkit.errors import MachineError
 from shardkit.fast_exit import exit_without_interpreter_teardown, exit_without_torch_teardown
 from shardkit.launch import bootstrap, preloaded, processes
 from shardkit.launch.preloaded import Before, Preloaded, Taken
-from shardkit.launch.spec import python_command
+from shardkit.launch.spec import rank_command
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
@@ -268,7 +268,7 @@ def _become_rank(
         env.replace(variables)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         forget_random_state(taken.modules)
-        sys.orig_argv = python_command(bootstrap.__name__, arguments)
+        sys.orig_argv = rank_command(arguments)
         sys.meta_path.insert(0, Preloaded(taken, sys.orig_argv))
         code = bootstrap.main(arguments)
         if bootstrap.has_open_group():

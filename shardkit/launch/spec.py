@@ -67,7 +67,7 @@ class LaunchSpec:
     @property
     def command(self) -> tuple[str, ...]:
         """The command line of every rank."""
-        return tuple(python_command("shardkit.launch.bootstrap", self.rank_arguments))
+        return tuple(rank_command(self.rank_arguments))
 
     @property
     def rank_arguments(self) -> tuple[str, ...]:
@@ -139,10 +139,10 @@ def _backend(kind: str) -> str:
     return {"cpu": "gloo", "cuda": "nccl"}.get(kind, kind)
 
 
-def python_command(module: str, arguments: Sequence[str]) -> list[str]:
-    """The command line that runs a module with the options (-X, -W, ...) that this Python was started with."""
+def rank_command(arguments: Sequence[str]) -> list[str]:
+    """The command line of a rank, with the options (-X, -W, ...) that this Python was started with."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [sys.executable, *flags, "-m", module, *arguments]
+    return [sys.executable, *flags, str(Path(__file__).with_name("bootstrap.py")), *arguments]
 
 
 def device_of(config: Config) -> str:

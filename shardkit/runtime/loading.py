@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shardkit.checkpoint import folder, locate, manifest, paths, read
+from shardkit.checkpoint import locate, paths, read
 from shardkit.checkpoint.load_plan import LoadOptions
 from shardkit.checkpoint.read import LoadedState
 from shardkit.distributed import progress
@@ -79,18 +79,11 @@ def _refuse_series(path: Place, session: SaveSession) -> None:
     """CheckpointError where `path` is a folder of checkpoints, or the project folder around it."""
 
     def look() -> str | None:
-        if session.control.rank != 0 or manifest.is_here(path):
-            return None
-        found = [one.path for one in folder.steps(path) or folder.steps(path / locate.SERIES)]
-        newest = found[:1] or folder.named_otherwise(path)[-1:]
-        return str(newest[0]) if newest else None
+        return locate.refusal_of_series(path) if session.control.rank == 0 else None
 
-    attempt = session.control.attempt(look, answer=lambda newest: newest, judge=lambda answers: answers[0])
-    if attempt.failure:
-        raise CheckpointError(f"checkpoint: {path}: {attempt.failure}.")
-    newest = attempt.verdict
-    if newest is not None:
-        raise CheckpointError(f"checkpoint: {path}: a folder of checkpoints; name one of them, such as {newest}.")
+    attempt = session.control.attempt(look, answer=lambda refusal: refusal, judge=lambda answers: answers[0])
+    if problem := attempt.failure or attempt.verdict:
+        raise CheckpointError(f"checkpoint: {path}: {problem}.")
 
 
 def _loaded(run: Run, session: SaveSession, loaded: LoadedState) -> Place:

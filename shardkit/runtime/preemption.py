@@ -20,11 +20,11 @@ _found: dict[int, object] = {}
 
 def install() -> None:
     """Installs handlers that record these signals instead of ending the process. Main thread only; idempotent."""
-    if _found or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         return
     is_launched = env.get(names.LAUNCHER_PID) is not None  # else nobody ends a process that takes too long after Ctrl-C
     for number in signals.OF_RANKS:
-        if number != signal.SIGINT or is_launched:
+        if number not in _found and (number != signal.SIGINT or is_launched):
             _found[number] = signal.signal(number, _remember)
     if hasattr(os, "register_at_fork"):  # not on Windows
         _spare_forked_processes()
@@ -49,6 +49,14 @@ def _restore_sigterm() -> None:
     if signal.SIGTERM in _found:
         signal.signal(signal.SIGTERM, _found.pop(signal.SIGTERM))  # type: ignore[arg-type]
     _release_sigterm()
+
+
+def leave_ctrl_c() -> None:
+    """Lets Ctrl-C interrupt the script again: at the end of its last run, after which no step boundary looks for it.
+    What schedulers send still leaves the time to finish. Main thread only."""
+    is_ours = signal.getsignal(signal.SIGINT) is _remember
+    if is_ours and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _found.pop(signal.SIGINT))  # type: ignore[arg-type]
 
 
 def uninstall() -> None:

@@ -124,8 +124,11 @@ def end(run: Run) -> None:
         _end_together(run)
     finally:
         run.trackers.finish()  # they may upload for long, or fail: no rank waits for another any more
-    if run.process.owns_group or (has_started_group() and _is_last()):
+    is_last = _is_last()
+    if run.process.owns_group or (has_started_group() and is_last):
         leave()
+    if is_last:
+        preemption.leave_ctrl_c()
 
 
 def _is_last() -> bool:

@@ -34,7 +34,7 @@ def hosts(path: Path | None, ranks: int | None) -> tuple[str, ...]:
     if path is None:
         raise UsageError("--hosts: the hosts are missing (got none); add --hosts FILE with one host per line.")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise UsageError(f"--hosts: {path}: cannot be read ({reason}); give a file with one host per line.") from None
