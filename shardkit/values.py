@@ -74,11 +74,18 @@ def _plain(value: Any) -> Any:
 
 def _encode_sequence(value: Any, path: str, store_tensor: StoreTensor) -> dict[str, Any]:
     tag = "$tuple" if isinstance(value, tuple) else "$deque" if isinstance(value, deque) else "$set"
-    items = sorted(value, key=repr) if tag == "$set" else value
+    items = sorted(value, key=_in_set) if tag == "$set" else value
     encoded = [encode(item, f"{path}[{number}]", store_tensor) for number, item in enumerate(items)]
     if isinstance(value, deque) and value.maxlen is not None:
         return {"$bounded_deque": [value.maxlen, encoded]}
     return {tag: encoded}
+
+
+def _in_set(value: Any) -> str:
+    """The text by which members of a set are sorted, alike in all processes: the repr of a frozenset is not."""
+    if isinstance(value, frozenset):
+        return repr(sorted(map(_in_set, value)))
+    return repr(tuple(map(_in_set, value))) if isinstance(value, tuple) else repr(value)
 
 
 def _encode_mapping(value: Mapping[Any, Any], path: str, store_tensor: StoreTensor) -> dict[str, Any]:
@@ -130,7 +137,7 @@ def _decode_tagged(tag: str, inner: Any, load_tensor: Callable[[str], Any]) -> A
         case "$tuple":
             return tuple(_decode(item, load_tensor) for item in inner)
         case "$set":
-            return {_decode(item, load_tensor) for item in inner}
+            return {_hashable(_decode(item, load_tensor)) for item in inner}
         case "$deque":
             return deque(_decode(item, load_tensor) for item in inner)
         case "$bounded_deque":
@@ -150,12 +157,19 @@ def _decode_tagged(tag: str, inner: Any, load_tensor: Callable[[str], Any]) -> A
         case "$tensor":
             return load_tensor(inner)
         case "$dict" | "$counter":
-            pairs = {_decode(key, load_tensor): _decode(item, load_tensor) for key, item in inner}
+            pairs = {_hashable(_decode(key, load_tensor)): _decode(item, load_tensor) for key, item in inner}
             return Counter(pairs) if tag == "$counter" else pairs
         case _:
             raise CheckpointCorrupted(
                 f"state: unknown tag (got {tag!r}); it was saved by a newer shardkit, or it is damaged."
             )
+
+
+def _hashable(value: Any) -> Any:
+    """A decoded key, or member of a set: what is a set in it was a frozenset, the only one that can be there."""
+    if isinstance(value, tuple):
+        return tuple(map(_hashable, value))
+    return frozenset(value) if isinstance(value, set) else value
 
 
 def as_present(value: Any, present: Any) -> Any:
