@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -243,6 +244,12 @@ for kind in (JsonLines, Csv):
     assert [record["step"] for record in tracker.records()] == [1, 3]
     assert tracker.records()[0]["a"] == "\u00e9" and tracker.records()[1]["b"] == "\u2192"
 """
+
+
+def test_one_number_that_python_has_no_json_for_is_logged_as_text(tmp_path):
+    tracker = JsonLines(tmp_path, lambda: False)
+    tracker.log({"z": torch.tensor(1 + 2j), "day": numpy.datetime64("2026-01-02"), "part": numpy.complex64(1j)}, step=1)
+    assert tracker.records() == [{"step": 1, "z": "(1+2j)", "day": "2026-01-02", "part": "1j"}]
 
 
 def test_records_are_utf_8_in_every_locale(tmp_path):
