@@ -51,8 +51,8 @@ def cpu_s(sessions: Collection[int]) -> dict[int, float]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the third one (the state) on. The second is the process's name, cut at 15 bytes,
-    maybe inside a letter."""
+    """The fields of /proc/PID/stat from the third one (the state) on. The second is the process's name, cut at 15
+    bytes, maybe inside a letter."""
     try:
         return (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
