@@ -3,6 +3,9 @@
 import json
 import math
 import os
+import re
+import subprocess
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from enum import Enum
 from typing import NamedTuple
@@ -12,7 +15,7 @@ import torch
 
 from shardkit import values
 from shardkit.checkpoint import disk, folder, manifest, tensors
-from shardkit.errors import CheckpointCorrupted
+from shardkit.errors import CheckpointCorrupted, CheckpointError
 from shardkit.values import NotStorable, decode, encode
 from tests import checkpoints
 
@@ -44,6 +47,9 @@ def there_and_back(value):
         {"$tensor": "not one", "$tuple": 1},
         Counter({30: 2, 80: 1}),
         {1, 2, 3},
+        {frozenset({1, 2}), (3, frozenset({4, 5}))},
+        {frozenset({1}): [{2}], ("a", (frozenset({3}),)): None},
+        Counter({frozenset({30, 80}): 2}),
         deque([1, 2]),
         deque([(1, 2)], maxlen=3),
         OrderedDict(a=1, b=OrderedDict(c=2)),
@@ -60,6 +66,18 @@ def test_values_come_back_as_they_were(value):
 
 def test_a_deque_keeps_its_bound():
     assert there_and_back({"buffer": deque([1], maxlen=2)})["buffer"].maxlen == 2
+
+
+def test_members_of_sets_have_one_order_in_all_processes():
+    """Else ranks, whose strings have other hashes, would save different states."""
+    code = "from shardkit import values; print(values.encode({frozenset('abcdefgh'), (1, frozenset('xyz'))}, '', None))"
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in "12"
+    ]
+    assert told[0] == told[1] != b""
 
 
 def test_numpys_scalars_become_pythons():
@@ -205,3 +223,53 @@ def test_types_of_a_registered_object_come_back_as_it_has_them(tmp_path):
     assert found["best"].step == 3 and found["best"].weights.tolist() == [1.0, 1.0]
     assert found["names"] == [{"a", "b"}, b"x"] and [type(one) for one in found["names"]] == [frozenset, bytearray]
     assert found["plain"] == {1: (1, {2})}
+
+
+def test_a_state_above_the_limit_of_unknown_files_loads(tmp_path, monkeypatch):
+    """An object's own state may have any size; the manifest states it."""
+    saved, fresh = checkpoints.build("plain"), checkpoints.build("plain")
+    saved.objects["registered.0"].value = {"tokens": bytes(200_000)}
+    checkpoints.save(saved, tmp_path / "c")
+    monkeypatch.setattr(disk, "JSON_LIMIT_BYTES", 100_000)
+    checkpoints.load(fresh, tmp_path / "c")
+    assert fresh.objects["registered.0"].value == {"tokens": bytes(200_000)}
+
+
+def test_arrays_of_numpy_come_back_as_arrays(tmp_path):
+    """As in a table of learning rates, a running histogram, or the state of a generator."""
+    import numpy
+
+    frozen = numpy.arange(3)
+    frozen.flags.writeable = False
+    given = {
+        "turned": numpy.arange(6.0).reshape(2, 3)[:, ::-1],
+        "state": numpy.random.Philox(3).state,
+        "parts": (numpy.array(0.5), [numpy.empty((0, 2), numpy.float32)], numpy.array([True])),
+        "frozen": frozen,
+    }
+    saved, fresh = checkpoints.build("plain"), checkpoints.build("plain")
+    saved.objects["registered.0"].value = given
+    checkpoints.save(saved, tmp_path / "c")
+    checkpoints.load(fresh, tmp_path / "c")
+    found = fresh.objects["registered.0"].value
+    assert repr(found) == repr(given)
+    found["frozen"] += 1
+    assert manifest.read(tmp_path / "c").version == manifest.ARRAYS_VERSION
+    for wrong in (numpy.array(["a"]), numpy.array([object()])):
+        saved.objects["registered.0"].value = wrong
+        with pytest.raises(CheckpointError, match=r"registered\.0: a value of type numpy\.ndarray cannot be saved"):
+            checkpoints.save(saved, tmp_path / "d")
+
+
+def test_a_checkpoint_that_may_not_be_read_is_told_in_words(tmp_path, monkeypatch):
+    live = checkpoints.build("plain")
+    checkpoints.save(live, tmp_path / "step-00000000")
+
+    def refuse(path, record):
+        raise PermissionError(13, "Permission denied", str(path / "model"))
+
+    monkeypatch.setattr(manifest, "check_sizes", refuse)
+    where = f"Permission denied: {tmp_path / 'step-00000000' / 'model'}"
+    assert [one.reason for one in folder.newest_valid(tmp_path)[1]] == [where]
+    with pytest.raises(CheckpointError, match=f"^checkpoint: {re.escape(where)}$"):
+        checkpoints.load(live, tmp_path / "step-00000000")

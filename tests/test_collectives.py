@@ -63,6 +63,18 @@ def test_every_dtype_is_gathered_and_broadcast(ranks):
             assert broadcast == [[1], [1]]
 
 
+def conjugated():
+    """Views that torch has not computed yet."""
+    mine = torch.tensor([1 + 2j, 3 + 4j]) * (1 + dist.get_rank())
+    views = [mine.conj(), torch._neg_view(mine.real.clone())]
+    return [[collectives.gather(one).tolist(), collectives.broadcast(one).tolist()] for one in views]
+
+
+def test_conjugate_views_are_gathered_by_their_values(ranks):
+    expected = [[[1 - 2j, 3 - 4j, 2 - 4j, 6 - 8j], [1 - 2j, 3 - 4j]], [[-1, -3, -2, -6], [-1, -3]]]
+    assert ranks.run(2, conjugated) == [expected] * 2
+
+
 def uneven():
     mine = torch.arange(2 + dist.get_rank())
     with pytest.raises(UsageError) as caught:

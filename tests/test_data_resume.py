@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardkit import Accelerator, ProjectConfiguration, compat, skip_first_batches, values
 from shardkit.compat.states import AcceleratorState
@@ -282,6 +282,46 @@ def test_a_state_with_arrays_tensors_sets_and_scalars_of_numpy(capsys):
         rest, _ = run(1, saved, dataset=Drawing(26, kept))
         assert rest == whole[read : 26 if stop == 2 else 52]
     assert not capsys.readouterr().err
+
+
+class Mixed(IterableDataset):
+    """Reads its sources in turn, in the order of a dict that is in its state."""
+
+    def __init__(self):
+        self.read = {"web": 0, "books": 100, "code": 200}
+
+    def __iter__(self):
+        while True:
+            for name in self.read:
+                self.read[name] += 1
+                yield torch.tensor([float(self.read[name])])
+
+    def state_dict(self):
+        return {"read": dict(self.read)}
+
+    def load_state_dict(self, state):
+        self.read = state["read"]
+
+
+def in_turn(folder, is_resumed):
+    accelerator = Accelerator(config={"use_cpu": True})
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Mixed(), batch_size=3))
+    if is_resumed:
+        accelerator.load_state(folder)
+    for batch in loader:
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+        accelerator.save_state(folder)
+        break
+    accelerator.end_training()
+    return batch.flatten().tolist()
+
+
+def test_a_datasets_state_keeps_the_order_of_its_dicts(tmp_path):
+    assert in_turn(tmp_path / "c", is_resumed=False) == [1, 101, 201]
+    assert in_turn(tmp_path / "c", is_resumed=True) == [2, 102, 202]
 
 
 @pytest.mark.parametrize(

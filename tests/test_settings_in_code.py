@@ -126,6 +126,13 @@ def test_an_object_that_says_nothing_is_refused_in_words():
         accelerator(kwargs_handlers=[Wrong()])
 
 
+@pytest.mark.parametrize("given", ["3", 0, -1, 2.5])
+def test_a_limit_that_is_no_number_of_checkpoints_is_refused_before_the_first_save(given):
+    """A text, as of an argument without type=int, was met on rank 0 alone, after its first save."""
+    with pytest.raises(UsageError, match=r"total_limit=.*: not a number of checkpoints to keep \(got '?[-0-9.]+'?\)"):
+        ProjectConfiguration(total_limit=given)
+
+
 def test_a_project_takes_its_folder_later():
     project = ProjectConfiguration(logging_dir="logs")
     project.set_directories("runs")

@@ -17,7 +17,7 @@ from shardkit.storage.url import Place, Url
 
 # Bytes of one read or write call: large enough to make the cost of the call negligible, small enough for the cache.
 BLOCK_BYTES = 8 << 20
-# Limit for manifests, indices and states. A larger file is damaged or not from shardkit.
+# Limit for manifests, indices and states: a larger file, of which no manifest has the size, is not from shardkit.
 JSON_LIMIT_BYTES = 256 << 20
 # Writeback is started each time so many bytes are written: large enough that pages at the border, which are written
 # twice, do not matter.
@@ -196,22 +196,24 @@ def _enter(part: str, flags: int, parent: int, where: Path) -> int:
         raise CheckpointCorrupted(f"{where}: cannot be read ({error.strerror}).") from error
 
 
-def read_small(folder: Place, name: str, at: int | None = None) -> bytes:
-    """The contents of a small file; `at` as in `reading`."""
+def read_small(folder: Place, name: str, at: int | None = None, stated_bytes: int = 0) -> bytes:
+    """The contents of a small file; `at` as in `reading`. `stated_bytes`: its size by the manifest; it may be above
+    the limit, since objects of a script may have any number of values."""
+    limit = max(JSON_LIMIT_BYTES, stated_bytes)
     if isinstance(folder, Url):
-        return _read_object(folder / name)
+        return _read_object(folder / name, limit)
     with reading(folder, name, at) as descriptor:
         size = os.fstat(descriptor).st_size
-        if size > JSON_LIMIT_BYTES:
+        if size > limit:
             raise CheckpointCorrupted(
-                f"{folder / name}: too large for this file (got {size} bytes, limit {JSON_LIMIT_BYTES}); it is damaged."
+                f"{folder / name}: too large for this file (got {size} bytes, limit {limit}); it is damaged."
             )
         return read_at(descriptor, 0, size, str(folder / name))
 
 
-def _read_object(url: Url) -> bytes:
+def _read_object(url: Url, limit: int) -> bytes:
     try:
-        return objects.read(url, JSON_LIMIT_BYTES)
+        return objects.read(url, limit)
     except FileNotFoundError:
         raise CheckpointCorrupted(f"{url}: missing; the checkpoint is incomplete.") from None
     except OSError as error:

@@ -169,7 +169,7 @@ def _put_whole(data: bytes, file: File) -> None:
 
 
 def _json_files(prepared: PreparedSave, rank: int) -> dict[str, bytes]:
-    to_json = disk.to_json_in_order if "apart" in prepared.own else disk.to_json  # dicts of the script keep their order
+    to_json = disk.to_json_in_order if _has_dicts_of_script(prepared.own) else disk.to_json
     files = {layout.rank_state(rank): to_json(prepared.own)}
     if rank == 0:
         files["index.json"] = disk.to_json_in_order(index_json.to_json(prepared.index))
@@ -177,6 +177,12 @@ def _json_files(prepared: PreparedSave, rank: int) -> dict[str, bytes]:
         if prepared.request.config_text is not None:
             files["config.yaml"] = prepared.request.config_text.encode()
     return files
+
+
+def _has_dicts_of_script(own: dict[str, Any]) -> bool:
+    """Whether a rank's state has dicts whose order may matter to the script: in per-rank state, or in the own state of
+    a dataset, which may read its sources in the order of such a dict."""
+    return "apart" in own or any(isinstance(one.get("dataset"), (dict, list)) for one in own["loaders"].values())
 
 
 class _Hasher:

@@ -39,9 +39,10 @@ class Checkpoint:
         """The contents of a small file. Raises CheckpointCorrupted if its digest differs."""
         if name not in self.manifest.files:
             raise CheckpointCorrupted(f"{self.where(name)}: not in the manifest; the checkpoint is incomplete.")
-        data = disk.read_small(self.path, self.manifest.stored(name))
+        file = self.manifest.files[name]
+        data = disk.read_small(self.path, self.manifest.stored(name), stated_bytes=file.bytes)
         found = digests.of_bytes(self.manifest.digest, data)
-        if found not in self.manifest.files[name].digests.values():
+        if found not in file.digests.values():
             raise CheckpointCorrupted(differs(self.where(name), self.manifest))
         return data
 

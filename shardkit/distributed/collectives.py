@@ -258,8 +258,9 @@ def _padded(tensor: torch.Tensor, dim: int, length: int | None, pad_index: float
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as uint8, so that backends can move dtypes that they cannot reduce."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    """The tensor's memory as uint8, so that backends can move dtypes that they cannot reduce. A conjugate view is
+    computed: its memory has other values."""
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _placed(tensor: torch.Tensor) -> torch.Tensor:

@@ -109,7 +109,7 @@ def outside_transforms() -> Iterator[None]:
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """A copy of the values in memory."""
-    data = tensor.detach().to("cpu").contiguous()
+    data = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     return ctypes.string_at(data.data_ptr(), data.nbytes)
 
 

@@ -40,6 +40,11 @@ class ProjectConfiguration:
                 "ProjectConfiguration(save_on_each_node=...): a checkpoint is written once (got True); "
                 "use storage that all machines share."
             )
+        if self.total_limit is not None and (type(self.total_limit) is not int or self.total_limit < 1):
+            raise UsageError(
+                "ProjectConfiguration(total_limit=...): not a number of checkpoints to keep (got "
+                f"{self.total_limit!r}); give 1 or more, or None for that of shardkit.checkpoint.keep_last."
+            )
         if self.logging_dir is not None and is_url(self.logging_dir):
             raise UsageError(
                 f"ProjectConfiguration(logging_dir=...): trackers write files (got {self.logging_dir}); name a folder."

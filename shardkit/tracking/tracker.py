@@ -92,10 +92,10 @@ def refuse_others(values: Any) -> None:
 
 
 def plain(value: Any) -> float | int | str | bool | None:
-    """A Python number or text. Reading a device tensor synchronizes the device."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return value.item()
+    """A Python number or text; as text what is neither, such as a complex number or a date. Reading a device tensor
+    synchronizes the device."""
+    found = value if value is None or isinstance(value, (bool, int, float, str)) else value.item()
+    return found if found is None or isinstance(found, (bool, int, float, str)) else str(found)
 
 
 def _problem(name: Any, value: Any) -> str | None:
