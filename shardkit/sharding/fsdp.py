@@ -40,7 +40,7 @@ from shardkit.sharding import (
     random_values,
     reductions,
 )
-from shardkit.sharding.gradient_sync import GradientMean, sync_with_model
+from shardkit.sharding.gradient_sync import GradientMean, drop_unreduced, sync_with_model
 from shardkit.sharding.precision import Precision
 from shardkit.sharding.sharded_parameter import ShardedParameter
 from shardkit.sharding.trace import Trace
@@ -168,6 +168,7 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
     vars(model)["__deepcopy__"] = _refuse_copies
     vars(model)["__reduce_ex__"] = _refuse_pickling
     vars(model)["_apply"] = partial(_apply_in_place, model)
+    vars(model)["zero_grad"] = partial(_zero_grad, model)
     for module in model.modules():  # a script may load a part of the model: model.encoder.load_state_dict(...)
         if any(map(is_dtensor, every_parameter(module))):
             module.register_load_state_dict_pre_hook(_shard_what_is_loaded)
@@ -199,6 +200,12 @@ def _refuse_pickling(protocol: int) -> Any:
         "accelerator.save_model(model, folder), or what accelerator.get_state_dict(model) returns. All ranks must call "
         "these."
     )
+
+
+def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
+    """As the model's own, also for gradients that wait for their reduction."""
+    type(model).zero_grad(model, set_to_none)
+    drop_unreduced(model, {id(p) for p in every_parameter(model)})
 
 
 @torch.no_grad()
