@@ -316,6 +316,9 @@ class IndexQueue(Sampler):
     def __iter__(self) -> Iterator[Any]:
         return self.indices
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "indices": iter(())}
+
 
 def _sampled(
     source: SampledSource | BatchSampledSource,

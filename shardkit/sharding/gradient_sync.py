@@ -229,8 +229,11 @@ def reduces(model: nn.Module) -> bool:
 
 def reduce_deferred(model: nn.Module) -> None:
     """Reduce the gradients that backwards left on each rank, if no further one follows. Collective. (Those of a hybrid
-    strategy may still wait for their reduction between replicas.)"""
+    strategy may still wait for their reduction between replicas.) Under DDP not inside `no_sync`: a step there, such as
+    that of local SGD, is of each rank alone."""
     if isinstance(model, DistributedDataParallel):
+        if not model.require_backward_grad_sync:
+            return
         reached = [p for p in every_parameter(model.module) if p.requires_grad or p.grad is not None]
         take_mean_(reached, model.find_unused_parameters)
     elif is_fsdp(model):
