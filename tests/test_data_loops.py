@@ -21,6 +21,7 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    IterableDataset,
     Sampler,
     StackDataset,
     Subset,
@@ -372,6 +373,49 @@ def test_a_copy_of_an_accelerators_loader_is_one_of_its_loaders(alone):
         pickle.dumps(loader)
     gathered = [accelerator.gather_for_metrics(batch).tolist() for batch in copy.deepcopy(loader)]
     assert gathered == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] and len(accelerator._run.loaders) == 2
+
+
+class OneList:
+    """A batch sampler that fills the list again that it has yielded."""
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        batch = []
+        for index in range(8):
+            batch.append(index)
+            if len(batch) == 2:
+                yield batch
+                batch.clear()
+
+
+def test_a_batch_sampler_may_fill_one_list_again_and_again():
+    loader = DataLoader(Numbers(8), batch_sampler=OneList())
+    assert lists(prepare_loader(loader, 0, 1, CPU, 7)) == lists(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert lists(prepare_loader(loader, 1, 2, CPU, 7)) == [[2, 3], [6, 7]]
+
+
+class OneBuffer(IterableDataset):
+    def __init__(self, is_copied):
+        self.is_copied = is_copied
+
+    def __iter__(self):
+        buffer = torch.empty(2)
+        for number in range(4):
+            buffer.fill_(number)
+            yield {"x": buffer.clone() if self.is_copied else buffer}
+
+
+def test_a_stream_that_fills_its_batch_again_is_refused():
+    """Batches are read ahead: each would have the numbers of a later one."""
+    with pytest.raises(UsageError, match=r"data: OneBuffer changes a batch after it has yielded it \(got a tensor"):
+        list(prepare_loader(DataLoader(OneBuffer(False), batch_size=None), 0, 1, CPU, 7))
+    seen = []
+    for batch in prepare_loader(DataLoader(OneBuffer(True), batch_size=None), 0, 1, CPU, 7):
+        seen.append(batch["x"].tolist())
+        batch["x"].zero_()  # the loop may change what it was given
+    assert seen == [[number] * 2 for number in range(4)]
 
 
 def test_len_is_that_of_a_whole_epoch(loader):
