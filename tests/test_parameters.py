@@ -6,6 +6,7 @@ import logging
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -343,6 +344,24 @@ def test_parts_of_a_sharded_model_are_moved_as_the_whole_is(ranks):
         assert [text.split(" (got")[0] for text in refusals] == [
             *["model.to: a sharded model keeps its dtype and device"] * 2,
             "copy.deepcopy: a sharded model cannot be copied",
+        ]
+
+
+def numbers_of_parts() -> list[Any]:
+    """Of a sharded tensor, as a script logs them: an error in words; of its norm, the number."""
+    accelerator, model = accelerator_for(1), Net()
+    model = accelerator.prepare(model)
+    weight = model.head.weight
+    reads = (lambda: weight.detach().cpu().numpy(), lambda: weight.tolist(), lambda: np.asarray(weight.detach()))
+    norm = float(weight.full_tensor().detach().norm())
+    close = np.allclose([weight.norm().tolist(), weight.detach().norm().numpy()], norm)
+    return [*map(refusal, reads), close]
+
+
+def test_numbers_of_a_sharded_tensor_are_those_of_the_whole_one(ranks):
+    for *texts, is_close in ranks.run(2, numbers_of_parts):
+        assert is_close and [text.split(" (got")[0] for text in texts] == [
+            f"tensor.{name}: a rank has only a part of a sharded tensor" for name in ("numpy", "tolist", "__array__")
         ]
 
 

@@ -122,8 +122,10 @@ def reduces(model: nn.Module) -> bool:
 
 def end_backward(model: nn.Module) -> None:
     """Does what FSDP2 does at the end of each backward: reduces gradients that those before it have not."""
+    root = root_of(model)
+    root._state_ctx.manual_backward_finalization_active = False  # read by torch 2.15
     with torch.no_grad():
-        root_of(model)._root_post_backward_final_callback()
+        root._root_post_backward_final_callback()
 
 
 def forget_gradient(parameter: FSDPParam) -> None:
