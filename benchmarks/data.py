@@ -48,7 +48,7 @@ def with_shardkit(samples: int, is_resumed: bool) -> Iterable[Any]:
     import torch
     from torch.utils.data import DataLoader
 
-    from shardkit.data.loader import prepare_loader
+    from shardkit.data.preparing import prepare_loader
     from shardkit.data.skipping import skip_first_batches
 
     users = DataLoader(Numbers(samples), batch_size=BATCH_SIZE, shuffle=True, collate_fn=len)

@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
 
-from shardkit.data.loader import prepare_loader
+from shardkit.data.preparing import prepare_loader
 
 CPU = torch.device("cpu")
 

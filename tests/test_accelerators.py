@@ -17,7 +17,7 @@ from shardkit.compat.operations import synchronize_rng_state
 from shardkit.config import hardware
 from shardkit.config.schema import Config
 from shardkit.data.device import to_device
-from shardkit.data.loader import prepare_loader
+from shardkit.data.preparing import prepare_loader
 from shardkit.distributed import accelerators, collectives, process, random_state
 from shardkit.env import Ranks
 from shardkit.errors import MachineError

@@ -25,7 +25,8 @@ from torch.utils.data import (
 
 from shardkit.data import stream
 from shardkit.data.device import to_device
-from shardkit.data.loader import active_loader, prepare_loader
+from shardkit.data.loader import active_loader
+from shardkit.data.preparing import prepare_loader
 from shardkit.data.skipping import skip_first_batches
 from shardkit.errors import CheckpointError, ShardkitError, UsageError
 from tests.loaders import (
@@ -601,7 +602,7 @@ SIGNALLED = """
 import os, signal, sys, torch
 from torch.utils.data import DataLoader
 from tests.loaders import Numbers
-from shardkit.data.loader import prepare_loader
+from shardkit.data.preparing import prepare_loader
 
 if __name__ == "__main__":
     loader = DataLoader(Numbers(), batch_size=4, num_workers=2, persistent_workers=True)

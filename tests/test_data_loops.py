@@ -1,8 +1,10 @@
 """Loops as people write them. Each reads what plain torch reads in one process, and knows where it is."""
 
+import copy
 import gc
 import multiprocessing
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    IterableDataset,
     Sampler,
     StackDataset,
     Subset,
@@ -29,7 +32,7 @@ from torch.utils.data import (
 from shardkit import Accelerator
 from shardkit.data import padding
 from shardkit.data.device import to_device
-from shardkit.data.loader import prepare_loader
+from shardkit.data.preparing import prepare_loader
 from shardkit.data.skipping import skip_first_batches
 from shardkit.distributed.collectives import gather
 from shardkit.errors import UsageError
@@ -322,6 +325,97 @@ def test_a_dataset_is_told_the_epoch_that_is_named():
     for epoch in (3, 3, 4):
         loader.set_epoch(epoch)
         assert lists(loader) == [[epoch] * 4]
+
+
+def test_attributes_of_a_loader_of_the_scripts_are_set_on_it():
+    class Staged(DataLoader):
+        stage, told = 0, None
+
+        def staged(self, samples):
+            return [self.stage + int(sample) for sample in samples]
+
+        def set_epoch(self, epoch):
+            self.told = epoch
+
+    users = Staged(Numbers(4), batch_size=4)
+    users.__dict__["collate_fn"] = users.staged
+    loader = prepare_loader(users, 0, 1, CPU, 7)
+    loader.stage = 10
+    loader.set_epoch(3)
+    assert list(loader) == [[10, 11, 12, 13]] and loader.told == 3
+
+
+def test_the_iteration_of_accelerates_loaders_is_the_epoch():
+    first, other = prepared(shuffle=True), prepared(shuffle=True)
+    first.set_epoch(3)
+    other.iteration = 3
+    assert other.iteration == 3 and lists(first) == lists(other)
+    assert first.iteration == other.iteration == 4
+
+
+def test_a_copy_begins_where_the_loader_is():
+    loader = prepared(shuffle=True)
+    epochs = [lists(prepared(shuffle=True))]
+    for taken in (copy.deepcopy, copy.copy):
+        for batch in loader:
+            assert batch.tolist() == epochs[0][0]
+            twin = taken(loader)
+            assert not twin.is_iterating and lists(twin) == epochs[0]
+            break
+        loader.set_epoch(0)
+    assert lists(pickle.loads(pickle.dumps(loader))) == epochs[0]
+
+
+def test_a_copy_of_an_accelerators_loader_is_one_of_its_loaders(alone):
+    accelerator = Accelerator(config={"use_cpu": True})
+    loader = accelerator.prepare(DataLoader(Numbers(10), batch_size=4))
+    with pytest.raises(UsageError, match=r"^pickle: a prepared loader cannot be pickled .* the loader's state_dict"):
+        pickle.dumps(loader)
+    gathered = [accelerator.gather_for_metrics(batch).tolist() for batch in copy.deepcopy(loader)]
+    assert gathered == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] and len(accelerator._run.loaders) == 2
+
+
+class OneList:
+    """A batch sampler that fills the list again that it has yielded."""
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        batch = []
+        for index in range(8):
+            batch.append(index)
+            if len(batch) == 2:
+                yield batch
+                batch.clear()
+
+
+def test_a_batch_sampler_may_fill_one_list_again_and_again():
+    loader = DataLoader(Numbers(8), batch_sampler=OneList())
+    assert lists(prepare_loader(loader, 0, 1, CPU, 7)) == lists(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert lists(prepare_loader(loader, 1, 2, CPU, 7)) == [[2, 3], [6, 7]]
+
+
+class OneBuffer(IterableDataset):
+    def __init__(self, is_copied):
+        self.is_copied = is_copied
+
+    def __iter__(self):
+        buffer = torch.empty(2)
+        for number in range(4):
+            buffer.fill_(number)
+            yield {"x": buffer.clone() if self.is_copied else buffer}
+
+
+def test_a_stream_that_fills_its_batch_again_is_refused():
+    """Batches are read ahead: each would have the numbers of a later one."""
+    with pytest.raises(UsageError, match=r"data: OneBuffer changes a batch after it has yielded it \(got a tensor"):
+        list(prepare_loader(DataLoader(OneBuffer(False), batch_size=None), 0, 1, CPU, 7))
+    seen = []
+    for batch in prepare_loader(DataLoader(OneBuffer(True), batch_size=None), 0, 1, CPU, 7):
+        seen.append(batch["x"].tolist())
+        batch["x"].zero_()  # the loop may change what it was given
+    assert seen == [[number] * 2 for number in range(4)]
 
 
 def test_len_is_that_of_a_whole_epoch(loader):

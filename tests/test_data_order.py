@@ -19,8 +19,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from shardkit.data.loader import prepare_loader
 from shardkit.data.permutation import SHORT, Permutation
+from shardkit.data.preparing import prepare_loader
 from shardkit.data.sampler import COMPUTED, DRAWN_WHOLE
 from shardkit.data.skipping import skip_first_batches
 from shardkit.distributed.seed import stream_seed

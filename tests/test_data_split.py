@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from shardkit import Accelerator, ProjectConfiguration
-from shardkit.data.loader import prepare_loader
+from shardkit.data.preparing import prepare_loader
 from shardkit.errors import CheckpointError, UsageError
 from tests.loaders import CPU, Flow, Numbers, prepared, run
 from tests.ranks import log_lines

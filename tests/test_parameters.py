@@ -6,6 +6,7 @@ import logging
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -318,6 +319,50 @@ def copied_modules() -> tuple[bool, bool]:
 
 def test_a_copy_of_an_inner_module_stands_alone(ranks):
     assert ranks.run(2, copied_modules) == [(True, True)] * 2
+
+
+def moved_parts() -> tuple[list[torch.Tensor], list[str]]:
+    """A loop that moves parts of the model to where they are, as modules do with what they get in forward."""
+    accelerator, model = accelerator_for(1), Net()
+    model, optimizer = accelerator.prepare(model, adam(model.parameters()))
+    for _ in range(3):
+        accelerator.backward(loss_of(model, batch()))
+        optimizer.step()
+        optimizer.zero_grad()
+        model.head.to(accelerator.device)
+        model.parts[0].float()
+    twin = copy.deepcopy(model.head).double()
+    assert twin.weight.dtype == torch.float64
+    parts = (model.head, model.parts[0])
+    refusals = [refusal(part.double) for part in parts] + [refusal(lambda: copy.deepcopy(model.parts))]
+    return [p.full_tensor().detach() for p in model.parameters()], refusals
+
+
+def test_parts_of_a_sharded_model_are_moved_as_the_whole_is(ranks):
+    for weights, refusals in ranks.run(2, moved_parts):
+        torch.testing.assert_close(weights, ranks.run(1, moved_parts)[0][0])
+        assert [text.split(" (got")[0] for text in refusals] == [
+            *["model.to: a sharded model keeps its dtype and device"] * 2,
+            "copy.deepcopy: a sharded model cannot be copied",
+        ]
+
+
+def numbers_of_parts() -> list[Any]:
+    """Of a sharded tensor, as a script logs them: an error in words; of its norm, the number."""
+    accelerator, model = accelerator_for(1), Net()
+    model = accelerator.prepare(model)
+    weight = model.head.weight
+    reads = (lambda: weight.detach().cpu().numpy(), lambda: weight.tolist(), lambda: np.asarray(weight.detach()))
+    norm = float(weight.full_tensor().detach().norm())
+    close = np.allclose([weight.norm().tolist(), weight.detach().norm().numpy()], norm)
+    return [*map(refusal, reads), close]
+
+
+def test_numbers_of_a_sharded_tensor_are_those_of_the_whole_one(ranks):
+    for *texts, is_close in ranks.run(2, numbers_of_parts):
+        assert is_close and [text.split(" (got")[0] for text in texts] == [
+            f"tensor.{name}: a rank has only a part of a sharded tensor" for name in ("numpy", "tolist", "__array__")
+        ]
 
 
 def pickled() -> tuple[str, str, list[str]]:

@@ -34,8 +34,13 @@ NUMBERS: dict[str, Any] = {
     "number as text": lambda p: torch.tensor(float(f"{p.norm():.6f}")),
     "quotient by a sum": lambda p: p[0, 0] / p.abs().sum(),
     "mean of norms": lambda p: p.norm(dim=0).mean(),
+    "running sums of columns": lambda p: (p.cumsum(-2) * p).sum(),
+    "closeness": lambda p: torch.tensor(float(torch.allclose(p, p + 1e-9)) + 2 * float(torch.allclose(p, p + 1))),
     "norms in one tensor": lambda p: torch.cat([p.norm().view(1), p.norm().view(1)]).sum(),
 }
+if torch.__version__ >= "2.13":  # the oldest lacks these
+    NUMBERS["running products of columns"] = lambda p: (p.cumprod(-2) * p).sum()
+    NUMBERS["running sums of exponentials"] = lambda p: (p.logcumsumexp(-2) * p).sum()
 EXTREMES: dict[str, Any] = {
     "largest": lambda p: p.max(),
     "smallest": lambda p: p.min(),
@@ -46,6 +51,7 @@ EXTREMES: dict[str, Any] = {
     "both": lambda p: p.aminmax().max,
     "place of the largest": lambda p: p.argmax() * p.sum(),
     "places of the smallest": lambda p: (p.argmin(0) * p[0]).sum(),
+    "places, counted from the end": lambda p: (p.argmax(-2) * p[0]).sum(),
     "place in a row": lambda p: (p.argmax(1, keepdim=True) * p).sum(),
     "largest magnitude": lambda p: p.norm(float("inf")),
     "norm": lambda p: p.norm(),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardkit import Accelerator
 from shardkit.errors import UsageError
-from tests.training import BOTH, FULL, loss_of, parts, plain, weights_of
+from tests.training import BOTH, FULL, loss_of, one_step, parts, plain, weights_of
 
 
 def unsynced_by_hand(config: dict) -> list[torch.Tensor]:
@@ -33,6 +33,59 @@ def test_no_sync_gives_the_same_sums(ranks, config):
     expected = plain(24, 8, 3, 1)["weights"]
     for found in ranks.run(2, unsynced_by_hand, config):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def dropped_unsynced(config: dict, folder: str, way: str) -> list[torch.Tensor]:
+    """A loop that gives up the gradients of a micro-batch under no_sync, as at the end of an epoch."""
+    accelerator = Accelerator(config=config)
+    model, optimizer, loader, _ = parts(24, 8 // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    first, second, third = loader
+    one_step(accelerator, model, optimizer, first)
+    accelerator.save_state(folder)
+    with accelerator.no_sync(model):
+        accelerator.backward(loss_of(model, second))
+    if way == "load":
+        accelerator.load_state(folder)
+    else:
+        (model if way == "model" else optimizer).zero_grad()
+    one_step(accelerator, model, optimizer, third)
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("way", ["optimizer", "model", "load"])
+@pytest.mark.parametrize("config", BOTH)
+def test_gradients_under_no_sync_can_be_dropped(ranks, alone, tmp_path, config, way):
+    expected = dropped_unsynced({"use_cpu": True}, str(tmp_path / "alone"), way)
+    for found in ranks.run(2, dropped_unsynced, config, str(tmp_path / "ranks"), way):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def stepped_unsynced(config: dict) -> list[torch.Tensor]:
+    """A loop whose micro-batches before a step are all under no_sync."""
+    accelerator = Accelerator(config=config)
+    model, optimizer, loader, _ = parts(32, 8 // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for number, batch in enumerate(loader):
+        with accelerator.no_sync(model):
+            accelerator.backward(loss_of(model, batch))
+        if number % 2:
+            accelerator.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert accelerator.counters.step == 2
+    return weights_of(model)
+
+
+SCALED = FULL | {"mixed_precision": "fp16", "shardkit": {"precision": {"init_scale": 64}}}
+
+
+@pytest.mark.parametrize("config", [*BOTH, pytest.param(SCALED, id="fp16")])
+def test_a_step_after_no_sync_alone_reduces_its_gradients(ranks, alone, config):
+    expected = stepped_unsynced({"distributed_type": "NO", "use_cpu": True})
+    for found in ranks.run(2, stepped_unsynced, config):
+        bound = 5e-3 if "mixed_precision" in config else 1e-5
+        torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
 
 
 def clipped_by(config: dict, batch_size: int, kind: str) -> tuple[list[torch.Tensor], list[float]]:

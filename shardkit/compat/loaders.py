@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from shardkit.compat.states import PartialState
-from shardkit.data import loader as data
+from shardkit.data import preparing as data
 from shardkit.data.loader import PreparedLoader
 from shardkit.errors import UsageError
 

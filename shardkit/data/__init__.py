@@ -1,5 +1,6 @@
 """Data loading over ranks: one global order, and a position in it that survives restarts.
 
+preparing       makes a prepared loader of the user's
 loader          the prepared loader that a script iterates: batches, position, end of epoch
 loop            one iteration over it
 agreement       what ranks agree on when a loader is prepared

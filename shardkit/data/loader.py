@@ -1,6 +1,6 @@
 """Prepared data loaders: one order for all ranks, a position that survives restarts, a flag on the last batch."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -9,11 +9,10 @@ from weakref import WeakMethod
 import torch
 from torch.utils.data import DataLoader
 
-from shardkit.data.agreement import agreed_seed, own_seed
 from shardkit.data.device import to_device
 from shardkit.data.loop import Batches, Loop
 from shardkit.data.position import EPOCH_IS_OVER, Position, facts_of, inside_loop, misfit, saved_position, stored_state
-from shardkit.data.sources import Source, batch_sampler_of, batch_size_of, layout_of, source_of
+from shardkit.data.sources import Source, batch_sampler_of, batch_size_of
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
 from shardkit.signatures import signature
@@ -25,35 +24,18 @@ _ARGUMENTS = frozenset(signature(DataLoader).parameters)
 """Of the user's DataLoader; `prepare` has read them."""
 
 
-def prepare_loader(
-    loader: Any,
-    rank: int,
-    world_size: int,
-    device: torch.device | None,
-    seed: int | None = None,
-    *,
-    number: int = 0,
-    split_batches: bool = False,
-    even_batches: bool = True,
-) -> "PreparedLoader":
-    """A loader that yields this rank's part of every global batch, on `device`. Collective: every rank must call it.
+class Call(WeakMethod):
+    """What a loader calls. A weak reference avoids a cycle, so that the workers end as soon as the loader is
+    unreferenced. A copy of the loader calls it, too."""
 
-    A global batch is batch_size x world_size samples; with split_batches, batch_size samples. The order comes from the
-    seed of the loader's own generator, else from `seed`, else from rank 0's torch seed. `number`: how many loaders
-    before this one share its generator, or also have none. A prepared loader is returned unchanged.
-    """
-    if isinstance(loader, PreparedLoader):
-        return loader
-    if not isinstance(loader, DataLoader):
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Call":
+        return self
+
+    def __reduce__(self) -> Any:
         raise UsageError(
-            f"prepare: not a torch DataLoader (got {type(loader).__name__}); wrap the dataset in "
-            "torch.utils.data.DataLoader."
+            "pickle: a prepared loader cannot be pickled (it belongs to its Accelerator); pickle the DataLoader before "
+            "prepare, or save the loader's state_dict()."
         )
-    source = source_of(loader, layout_of(loader, rank, world_size, split_batches, even_batches), split_batches)
-    if device is not None and device.type == "cpu":
-        source.loader.pin_memory = False  # pinning would initialize an accelerator that the run does not use
-    agreed = agreed_seed(source, own_seed(loader, seed, number), rank, world_size)
-    return PreparedLoader(source, loader, rank, device, agreed)
 
 
 class PreparedLoader:
@@ -68,22 +50,22 @@ class PreparedLoader:
     def __init__(
         self, source: Source, user_loader: DataLoader, rank: int, device: torch.device | None, seed: int
     ) -> None:
-        self.after_batch: WeakMethod[Callable[[PreparedLoader], None]] | None = None
-        """Called when the loop requests the next batch: the previous batch is done. A weak reference avoids a cycle, so
-        that the workers end as soon as the loader is unreferenced."""
-        self.before_loop: WeakMethod[Callable[[PreparedLoader], None]] | None = None
+        self.after_batch: Call | None = None
+        """Called when the loop requests the next batch: the previous batch is done."""
+        self.before_loop: Call | None = None
         """Called when a loop begins."""
-        self._source, self._user_loader = source, user_loader
-        self._rank, self._device, self._seed = rank, device, seed
-        self._loop: Loop | None = None
         self.ended: Loop | None = None
         """The loop that was the last to end."""
+        self._source = source
+        self._rank, self._device, self._seed = rank, device, seed
+        self._loop: Loop | None = None
         self._next = self._used = Position()
         self._is_positioned = self._is_restored = False
         self._skipped = 0
         self._passes_finished_epoch = self._has_looked = self._is_surely_trained = False
         self._purpose: Purpose | None = None
         self._facts = partial(facts_of, source.dataset, source.split, source.sampler)
+        self._user_loader = user_loader  # from now on attributes that are not the prepared loader's own are its
 
     def __iter__(self) -> Iterator[Any]:
         return Batches(self._batches())
@@ -235,6 +217,15 @@ class PreparedLoader:
         return self._now.epoch
 
     @property
+    def iteration(self) -> int:
+        """Accelerate's name of the epoch; setting it is `set_epoch`."""
+        return self.epoch
+
+    @iteration.setter
+    def iteration(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    @property
     def samples_seen(self) -> int:
         """Samples of this epoch yielded so far, over all ranks."""
         return self._now.samples
@@ -257,7 +248,15 @@ class PreparedLoader:
             raise UsageError(
                 f"data: {name} of a prepared loader cannot be changed; set it on the DataLoader before prepare."
             )
-        super().__setattr__(name, value)
+        is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        if is_own or "_user_loader" not in vars(self):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._user_loader, name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is in no loop."""
+        return object.__new__, (PreparedLoader,), {**vars(self), "_loop": None, "ended": None}
 
     @property
     def batch_size(self) -> int | None:
@@ -282,9 +281,10 @@ class PreparedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration runs this epoch. A restored position in it is kept, and so are batches to skip. A
-        map-style dataset with a `set_epoch` is told now; streams and samplers when the epoch begins."""
-        if self._source.sampler is not None and hasattr(self._source.dataset, "set_epoch"):
-            self._source.dataset.set_epoch(epoch)
+        map-style dataset and a loader with a `set_epoch` are told now; streams and samplers when the epoch begins."""
+        for told in (self._user_loader, *([] if self._source.sampler is None else [self._source.dataset])):
+            if hasattr(told, "set_epoch"):
+                told.set_epoch(epoch)
         if self._is_positioned and epoch == self._next.epoch:
             self._passes_finished_epoch = False
             return

@@ -7,6 +7,7 @@ Drawn(sampler, ...)                  custom samplers, read only as far as needed
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -155,8 +156,15 @@ class _Share:
     def take(self, count: int) -> list[Any]:
         with self._random, _attributes(self._own):
             if self._iterator is None:
-                self._iterator = items_of(self._sampler)
+                self._iterator = map(_kept, items_of(self._sampler))
             return list(islice(self._iterator, count))
+
+
+def _kept(item: Any) -> Any:
+    """The item, as it is now: items are read ahead, and a sampler may fill one list or array again and again."""
+    if isinstance(item, torch.Tensor):
+        return item.clone()
+    return copy(item) if hasattr(item, "__setitem__") else item
 
 
 def _takes_generator(sampler: Any) -> bool:

@@ -212,7 +212,7 @@ class StreamSource:
         _say_how_it_is_read(loader.dataset, self.split, layout.world_size)
         self.total_batch_size = layout.global_batch
         self.dataset_length = self.units = sampler.length_of(loader.dataset)
-        self.stream, self._is_moved = Stream(loader.dataset, self.layout), False
+        self.stream, self._is_moved = Stream(loader.dataset, self.layout, loader.batch_size is None), False
         if loader.persistent_workers:
             self.stream.share_start()
         collate = CountingCollate(loader.collate_fn, is_batched=loader.batch_size is not None)
@@ -315,6 +315,9 @@ class IndexQueue(Sampler):
 
     def __iter__(self) -> Iterator[Any]:
         return self.indices
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "indices": iter(())}
 
 
 def _sampled(

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shardkit.data import hugging_face
@@ -98,9 +99,11 @@ class Stream(IterableDataset):
     (seed, epoch), the same on every rank and worker.
     """
 
-    def __init__(self, dataset: Any, layout: BatchLayout) -> None:
+    def __init__(self, dataset: Any, layout: BatchLayout, has_batches: bool = False) -> None:
+        """`has_batches`: the dataset yields whole batches."""
         self.dataset = dataset
         self.layout = layout
+        self._has_batches = has_batches
         self.keeps_state = _keeps_state(dataset)
         self.is_compared = getattr(dataset, "split_by_rank", None) is not False
         self.saved: Any = None
@@ -203,12 +206,16 @@ class Stream(IterableDataset):
                 self.dataset.load_state_dict(deepcopy(self._beginning[0]))
             if saved is not None:
                 self.dataset.load_state_dict(deepcopy(saved))  # it may change the dict, which is still the position
-                return items_of(self.dataset)
+                return self._items()
         return self._skipped(samples, may_exceed)
+
+    def _items(self) -> Iterator[Any]:
+        items = items_of(self.dataset)
+        return _unchanged(items, type(self.dataset).__name__) if self._has_batches else items
 
     def _skipped(self, start: int, may_exceed: bool) -> Iterator[Any]:
         """The dataset's iterator, past the first `start` samples."""
-        source = items_of(self.dataset)
+        source = self._items()
         skipped = sum(1 for _ in islice(source, start))
         if skipped < start and not may_exceed:
             raise CheckpointError(
@@ -217,6 +224,20 @@ class Stream(IterableDataset):
                 "batches."
             )
         return source
+
+
+def _unchanged(items: Iterator[Any], dataset: str) -> Iterator[Any]:
+    """The items. UsageError where the dataset then fills the memory of one again: the loop is yet to be given it."""
+    yielded: list[tuple[torch.Tensor, int]] = []
+    for item in items:
+        if any(tensor._version != version for tensor, version in yielded):
+            raise UsageError(
+                f"data: {dataset} changes a batch after it has yielded it (got a tensor that it fills again), and "
+                "batches are read ahead; yield a new tensor each time, such as buffer.clone()."
+            )
+        tensors = (leaf for leaf in tree_leaves(item) if isinstance(leaf, torch.Tensor))
+        yielded = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+        yield item
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from shardkit.runtime.counters import Backwards, Counters
 from shardkit.runtime.deferred_gradients import DeferredGradients
 from shardkit.runtime.eager import eager
 from shardkit.runtime.step_events import StepEvents
-from shardkit.sharding.gradient_sync import deferred, has_gradients
+from shardkit.sharding.gradient_sync import deferred, has_gradients, reduces
 from shardkit.sharding.mixed_losses import keep_plain, refuse_sharded_inputs
 
 NEVER = ("never", -1)
@@ -160,9 +160,12 @@ class Accumulation:
 
     def note_backward(self, model: nn.Module) -> None:
         """Notes that a backward through a prepared model has ended, regardless of the caller."""
+        if self.deferred_gradients.is_finishing:
+            return
         is_early = self.is_inside and not self._is_full
         parts = (part for one in self._deferred_models for part in one.modules())  # accumulate() may get a wrapper
-        self.deferred_gradients.note_backward(model, is_early and any(model is part for part in parts))
+        is_deferred = is_early and any(model is part for part in parts)
+        self.deferred_gradients.note_backward(model, is_deferred or not reduces(model))
         for loader in self._loaders:
             loader.note_backward()
         self._backwards = replace(

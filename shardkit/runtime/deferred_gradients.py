@@ -23,6 +23,8 @@ class DeferredGradients:
         """Models with a backward that reduced nothing, or not all, and none since that did."""
         self._begun: list[nn.Module] = []
         """Models with such a backward; a later one may have left out some of their units."""
+        self.is_finishing = False
+        """Whether gradients are being reduced as at the end of a backward, which is none of the script's."""
 
     def note_backward(self, model: nn.Module, is_deferred: bool) -> None:
         """Notes a backward through a model, and whether it waits for a later one to reduce its gradients."""
@@ -38,10 +40,17 @@ class DeferredGradients:
         own = {id(parameter) for parameter in parameters()}
         for model in [one for one in self._begun if any(id(p) in own for p in every_parameter(one))]:
             if any(model is one for one in self._waiting):
-                reduce_deferred(model)
+                self._reduce(model)
             refuse_unreduced(model, own)
             self._waiting = [one for one in self._waiting if one is not model]
         self._begun = [one for one in self._begun if one in self._waiting or is_partly_reduced(one)]
+
+    def _reduce(self, model: nn.Module) -> None:
+        self.is_finishing = True
+        try:
+            reduce_deferred(model)
+        finally:
+            self.is_finishing = False
 
     def drop(self, parameters: Parameters) -> None:
         """Drops what waits in these parameters, beside their gradients."""

@@ -6,6 +6,7 @@ from shardkit.checkpoint import locate, paths, read
 from shardkit.checkpoint.load_plan import LoadOptions
 from shardkit.checkpoint.read import LoadedState
 from shardkit.distributed import progress
+from shardkit.distributed.tensors import every_parameter
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import settings
@@ -13,6 +14,7 @@ from shardkit.runtime.run import Run
 from shardkit.runtime.save_session import SaveSession
 from shardkit.runtime.saving import live_of, met, root_of, wait
 from shardkit.sharding import ddp_hooks
+from shardkit.sharding.gradient_sync import drop_unreduced
 from shardkit.storage.url import Place, Url
 
 logger = get_logger(__name__)
@@ -91,6 +93,8 @@ def _loaded(run: Run, session: SaveSession, loaded: LoadedState) -> Place:
     session.parent, session.last = record.save_id, None  # later saves of this run are a new series of steps
     for optimizer in run.optimizers:
         optimizer.optimizer.zero_grad()
+    for model in run.models:
+        drop_unreduced(model, {id(parameter) for parameter in every_parameter(model)})
     has_forgotten = [ddp_hooks.forget_rests(model) for model in run.models]
     if any(has_forgotten) and run.process.rank == 0:
         logger.warning(

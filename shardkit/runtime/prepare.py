@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from weakref import ReferenceType, WeakMethod, ref
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from shardkit.data.agreement import generator_of
-from shardkit.data.loader import PreparedLoader, prepare_loader
+from shardkit.data.loader import Call, PreparedLoader
+from shardkit.data.preparing import prepare_loader
 from shardkit.distributed import accelerators
 from shardkit.distributed.tensors import every_parameter, is_composed, is_dtensor, layers, unwrapped
 from shardkit.errors import ShardkitError, UsageError
@@ -247,8 +248,8 @@ def _loader(run: Run, loader: Any, moves: bool) -> PreparedLoader:
         even_batches=data.even_batches,
     )
     if prepared not in run.loaders:
-        prepared.before_loop = WeakMethod(run.accumulation.before_loop)
-        prepared.after_batch = WeakMethod(run.accumulation.after_batch)
+        prepared.before_loop = Call(run.accumulation.before_loop)
+        prepared.after_batch = Call(run.accumulation.after_batch)
         run.loaders.append(prepared)
     return prepared
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from types import MethodType
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from shardkit.sharding import (
     random_values,
     reductions,
 )
-from shardkit.sharding.gradient_sync import GradientMean, sync_with_model
+from shardkit.sharding.gradient_sync import GradientMean, drop_unreduced, sync_with_model
 from shardkit.sharding.precision import Precision
 from shardkit.sharding.sharded_parameter import ShardedParameter
 from shardkit.sharding.trace import Trace
@@ -165,11 +166,14 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
             hooks.hook_whether_trained(parameter, hook)
     for behaviour in _BEHAVIOURS:
         behaviour.install()
-    vars(model)["__deepcopy__"] = _refuse_copies
-    vars(model)["__reduce_ex__"] = _refuse_pickling
-    vars(model)["_apply"] = partial(_apply_in_place, model)
-    for module in model.modules():  # a script may load a part of the model: model.encoder.load_state_dict(...)
+    vars(model)["zero_grad"] = partial(_zero_grad, model)
+    # A script may load, move or copy a part of the model: model.encoder.load_state_dict(...), model.encoder.to(device).
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            vars(module)["__deepcopy__"] = _refuse_copies
+            vars(module)["__reduce_ex__"] = _refuse_pickling
         if any(map(is_dtensor, every_parameter(module))):
+            vars(module)["_apply"] = _InPlace(module)
             module.register_load_state_dict_pre_hook(_shard_what_is_loaded)
     shared = fsdp_unit.adopt(model, _carry_to_gathered)
     fsdp_unit.finish(model, compiled)
@@ -201,12 +205,31 @@ def _refuse_pickling(protocol: int) -> Any:
     )
 
 
+def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
+    """As the model's own, also for gradients that wait for their reduction."""
+    type(model).zero_grad(model, set_to_none)
+    drop_unreduced(model, {id(p) for p in every_parameter(model)})
+
+
+class _InPlace:
+    """The `_apply` of a module with sharded parameters, which `.to(...)`, `.half()` and the like call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        return _apply_in_place(self._module, convert)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the module is not sharded by FSDP, so it gets the method of its class."""
+        copied = memo.get(id(self._module))
+        return self if copied is None else MethodType(type(self._module)._apply, copied)
+
+
 @torch.no_grad()
-def _apply_in_place(
-    model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
-) -> nn.Module:
-    """What `model.to(...)`, `.half()` and the like call: sharded parameters stay as they are, and offloaded ones where
-    they are. UsageError where they would get another dtype or device, which FSDP does not follow."""
+def _apply_in_place(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Sharded parameters stay as they are, and offloaded ones where they are. UsageError where they would get another
+    dtype or device, which FSDP does not follow."""
     for fqn, parameter in model.named_parameters():
         mine = local_part(parameter)
         wanted = convert(mine)

@@ -131,6 +131,27 @@ def has_gradient(parameter: FSDPParam) -> bool:
     return parameter._unsharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None
 
 
+def reduces(model: nn.Module) -> bool:
+    """Whether a backward of the sharded model reduces gradients now."""
+    return all(group.reduce_grads for state in root_of(model)._state_ctx.all_states for group in groups_of(state))
+
+
+def end_backward(model: nn.Module) -> None:
+    """Does what FSDP2 does at the end of each backward: reduces gradients that those before it have not."""
+    root = root_of(model)
+    root._state_ctx.manual_backward_finalization_active = False  # read by torch 2.15
+    with torch.no_grad():
+        root._root_post_backward_final_callback()
+
+
+def forget_gradient(parameter: FSDPParam) -> None:
+    """Drops the parameter's gradient that is not reduced yet."""
+    if is_gathered_once(parameter):
+        parameter._unsharded_param.grad = None
+    if "unsharded_accumulated_grad" in vars(parameter):  # up to torch 2.14, beside the gradient itself
+        parameter.unsharded_accumulated_grad = None
+
+
 def forget_partial_sums(group: Any) -> None:
     """Drops gradients that are reduced within the shard group, but not between replicas."""
     group._partial_reduce_output = None

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from shardkit.sharding.fsdp_internals import forget_partial_sums, groups_of, is_gathered_once
+from shardkit.sharding.fsdp_internals import forget_gradient, forget_partial_sums, groups_of
 from shardkit.sharding.hooks import is_in_backward
 
 
@@ -73,10 +73,7 @@ def _forget_gradients(group: Any) -> None:
     """Drops gradients that are not reduced yet, or only within the shard group."""
     forget_partial_sums(group)
     for parameter in group.fsdp_params:
-        if is_gathered_once(parameter):
-            parameter._unsharded_param.grad = None
-        if "unsharded_accumulated_grad" in vars(parameter):  # up to torch 2.14, beside the gradient itself
-            parameter.unsharded_accumulated_grad = None
+        forget_gradient(parameter)
     if hasattr(group, "_set_unsharded_grad_dtypes"):  # from torch 2.15 on
         group._set_unsharded_grad_dtypes(defer_upcast=False)
         group._post_backward_pending = False

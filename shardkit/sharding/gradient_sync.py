@@ -215,11 +215,34 @@ def deferred(model: nn.Module) -> AbstractContextManager[None]:
     return _without_all_reduce(model) if any(map(is_fsdp, model.modules())) else _synced(model, enabled=False)
 
 
-def reduce_deferred(model: nn.Module) -> None:
-    """Under DDP, reduce the gradients that `deferred` left on each rank, if no further backward follows. Collective."""
+def reduces(model: nn.Module) -> bool:
+    """Whether a backward of the model reduces gradients now: not inside `no_sync`."""
     if isinstance(model, DistributedDataParallel):
+        return model.require_backward_grad_sync
+    if is_fsdp(model):
+        from shardkit.sharding import fsdp_internals
+
+        return fsdp_internals.reduces(model)
+    means = vars(model).get("_shardkit_gradients")  # see `sync_with_model`
+    return means is None or means.sync
+
+
+def reduce_deferred(model: nn.Module) -> None:
+    """Reduce the gradients that backwards left on each rank, if no further one follows. Collective. (Those of a hybrid
+    strategy may still wait for their reduction between replicas.) Under DDP not inside `no_sync`: a step there, such as
+    that of local SGD, is of each rank alone."""
+    if isinstance(model, DistributedDataParallel):
+        if not model.require_backward_grad_sync:
+            return
         reached = [p for p in every_parameter(model.module) if p.requires_grad or p.grad is not None]
         take_mean_(reached, model.find_unused_parameters)
+    elif is_fsdp(model):
+        from shardkit.sharding import fsdp_internals
+
+        with _synced(model, enabled=True):
+            fsdp_internals.end_backward(model)
+    elif (means := vars(model).get("_shardkit_gradients")) is not None:
+        means.reduce()
 
 
 def is_partly_reduced(model: nn.Module) -> bool:
@@ -240,8 +263,15 @@ def refuse_unreduced(model: nn.Module, parameters: Set[int]) -> None:
 
 
 def drop_unreduced(model: nn.Module, parameters: Set[int]) -> None:
-    """Drop the gradients of these parameters (by id) that wait for their reduction between the replicas of a hybrid
-    strategy. UsageError where a unit has others too: torch keeps a unit's gradients in one buffer."""
+    """Drop the gradients of these parameters (by id) that wait for their reduction over the ranks, or between the
+    replicas of a hybrid strategy. UsageError of the latter where a unit has others too: torch keeps a unit's gradients
+    in one buffer."""
+    if not (groups := _groups_of(model)):
+        return
+    from shardkit.sharding import fsdp_internals
+
+    for parameter in (one for group in groups for one in group.fsdp_params if id(one.sharded_param) in parameters):
+        fsdp_internals.forget_gradient(parameter)
     for group in _partly_reduced_groups(model):
         held = _parameters_of(group)
         if not any(id(p) in parameters for p in held):
@@ -252,8 +282,6 @@ def drop_unreduced(model: nn.Module, parameters: Set[int]) -> None:
                 "strategy, and the optimizer has only some of its parameters (got no backward through the unit in the "
                 "window's last micro-batch); use one optimizer for each unit, or a strategy that is not hybrid."
             )
-        from shardkit.sharding import fsdp_internals
-
         fsdp_internals.forget_partial_sums(group)
 
 

@@ -2,9 +2,10 @@
 
 torch's are those of whole tensors but for these: means of losses (of parts that differ in size it takes the mean of
 their means, and divides the gradient by the elements of a part), sums of norms that are pending, sums over the dims [],
-which torch itself takes in gradients, any() and all() in further arithmetic, quotients by sums that are pending, and
-the largest and smallest values, or their places, of a tensor of which a rank has no part: that rank alone would raise.
-(Checked on torch 2.11, which alone is wrong in the quotients, 2.13 and 2.15.)
+which torch itself takes in gradients, any() and all() in further arithmetic, allclose(), quotients by sums that are
+pending, running sums and the places of largest values along a dim that is counted from the end, which torch does not
+take for the sharded one, and the largest and smallest values, or their places, of a tensor of which a rank has no part:
+that rank alone would raise. (Checked on torch 2.11, which alone is wrong in the quotients, 2.13 and 2.15.)
 """
 
 import math
@@ -30,10 +31,12 @@ _GRADIENTS = (
 _SUMS = (_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim)
 _QUOTIENTS = (_aten.div.Tensor, _aten.div_.Tensor)
 _ANSWERS = (_aten.any.default, _aten.any.dim, _aten.any.dims, _aten.all.default, _aten.all.dim, _aten.all.dims)
+_RUNNING = (_aten.cumsum.default, _aten.cumprod.default, _aten.logcumsumexp.default)
+_PLACES = (_aten.argmax.default, _aten.argmin.default)
 _NORM = _aten.linalg_vector_norm.default
 _EXTREMES = (
     *(_aten.max.default, _aten.min.default, _aten.max.dim, _aten.min.dim, _aten.amax.default, _aten.amin.default),
-    *(_aten.aminmax.default, _aten.argmax.default, _aten.argmin.default, _NORM),
+    *(_aten.aminmax.default, *_PLACES, _NORM),
 )
 
 
@@ -45,6 +48,8 @@ def install() -> None:
     handle(_SUMS, _sum)
     handle(_QUOTIENTS, _quotient)
     handle(_ANSWERS, _answer)
+    handle([_aten.allclose.default], _are_close)
+    handle(_RUNNING, _running)
     handle(_EXTREMES, _extreme)
 
 
@@ -81,8 +86,23 @@ def _answer(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return settle(as_torch_does(operator, args, kwargs))
 
 
+def _are_close(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(torch.isclose(*args, **kwargs).all())
+
+
+def _running(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, dim, *others = args
+    return as_torch_does(operator, (tensor, _from_the_front(dim, tensor), *others), kwargs)
+
+
+def _from_the_front(dim: int, tensor: torch.Tensor) -> int:
+    return dim + tensor.dim() if dim < 0 else dim
+
+
 def _extreme(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, *others = args
+    if operator in _PLACES and others and others[0] is not None:
+        others[0] = _from_the_front(others[0], tensor)
     has_value = operator is _NORM and not math.isinf(_by_name(operator, args, kwargs)["ord"])  # also without elements
     if not has_value and has_empty_part(tensor):
         tensor = replicated(tensor)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SubsetRandomSampler
 from torch.utils.data import WeightedRandomSampler as Weighted
 
-from shardkit.data.loader import prepare_loader
+from shardkit.data.preparing import prepare_loader
 from tests.loaders import CPU, Chance, FlowWithState, Numbers, ShuffledFlow, prepared, run
 
 NAME = "positions.json"
