@@ -34,7 +34,6 @@ from shardkit.launch import (
     folders,
     ports,
     preflight,
-    processes,
     stacks,
 )
 from shardkit.launch.diagnosis import RankOutcome
@@ -413,18 +412,6 @@ def test_a_process_that_ends_while_it_is_looked_up_is_named_by_its_number(tmp_pa
 
 CUT = "é".encode()[:1]
 """The name of a process whose 15th byte is in the middle of a letter."""
-
-
-def test_processes_whose_names_are_no_text_are_watched_as_others(tmp_path, monkeypatch):
-    """Those of any user on the machine: the watch over the ranks ended with the first one."""
-    monkeypatch.setattr(processes, "PROC", tmp_path)
-    monkeypatch.setattr(sys, "platform", "linux")
-    (tmp_path / "812" / "task" / "813").mkdir(parents=True)
-    (tmp_path / "812" / "stat").write_bytes(b"812 (" + CUT + b") T 1 812 700" + 20 * b" 100")
-    (tmp_path / "812" / "task" / "813" / "comm").write_bytes(CUT)
-    assert processes.state(812) == "T"
-    assert processes.cpu_s([700]) == {700: 400 / os.sysconf("SC_CLK_TCK")}
-    assert not processes.ask_for_stacks(812)
 
 
 def test_a_machine_without_loopback_is_told_before_the_start(monkeypatch):
