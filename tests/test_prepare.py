@@ -1,15 +1,17 @@
 """Models, optimizers, schedulers and loaders that are prepared one by one, in any order, again, or cannot be."""
 
+import gc
 import inspect
+from weakref import ref
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-from shardkit import Accelerator, init_empty_weights
-from shardkit.errors import UsageError
+from shardkit import Accelerator, ProjectConfiguration, init_empty_weights
+from shardkit.errors import CheckpointError, UsageError
 from shardkit.runtime import summary
 from tests.training import BOTH, DDP, FULL, Model, Points, loss_of, one_step, parts, weights_of
 
@@ -306,3 +308,26 @@ def test_a_model_that_the_script_distributes_itself_is_trained(ranks):
     (first, said), (second, _) = ranks.run(2, trained_without_a_prepared_model, DDP, True)
     assert not said
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_a_loader_made_in_each_round_is_dropped_with_its_data_and_has_an_order_of_its_own(alone, tmp_path):
+    """As for the samples of a policy, or where the batch size grows."""
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    settings = {"use_cpu": True, "shardkit": {"seed": 0, "checkpoint": {"resume": "auto"}}}
+    accelerator = Accelerator(config=settings, project_config=project)
+    data, orders = [], []
+    for _ in range(5):
+        dataset = TensorDataset(torch.arange(6.0))
+        data.append(ref(dataset))
+        loader = accelerator.prepare(DataLoader(dataset, shuffle=True))
+        orders.append(torch.cat([values for (values,) in loader]).tolist())
+    assert len({tuple(order) for order in orders}) == 5
+    del dataset, loader
+    kept = accelerator.prepare(DataLoader(TensorDataset(torch.arange(6.0))))
+    gc.collect()
+    assert [one() for one in data] == [None] * 5
+    accelerator.save_state()
+    accelerator.free_memory()
+    with pytest.raises(CheckpointError, match=r"loader\.0: the checkpoint has its position, but it is not prepared"):
+        accelerator.resume()
+    assert accelerator.resume(data_position=False) and kept

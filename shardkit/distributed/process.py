@@ -148,7 +148,8 @@ def start(config: Config) -> Process:
     if owns_group:
         _refuse_child_of_rank(ranks)
         _join(config, ranks, device)
-        env.update({_JOINED: f"{os.getpid()} {_variables_of_rank()}"})
+        if ranks.world_size > 1:
+            env.update({_JOINED: f"{os.getpid()} {_variables_of_rank()}"})
         _started[:] = [(dist.group.WORLD, _lasting(config, device))]
     if dist.is_initialized() and hasattr(os, "register_at_fork"):  # not on Windows
         _spare_groups_in_forked_processes()
@@ -184,7 +185,7 @@ def _variables_of_rank() -> str:
 def _refuse_child_of_rank(ranks: env.Ranks) -> None:
     """UsageError in a process that a rank has started, with the rank's own variables: it would wait for the others."""
     process_id, _, variables = (env.get(_JOINED) or "").partition(" ")
-    if ranks.world_size > 1 and process_id not in ("", str(os.getpid())) and variables == _variables_of_rank():
+    if process_id not in ("", str(os.getpid())) and variables == _variables_of_rank():
         raise UsageError(
             f"Accelerator: this process was started by rank {ranks.rank} of a run (process {process_id}), and has its "
             f"variables (got RANK {ranks.rank}, WORLD_SIZE {ranks.world_size}), with which it would wait for the run's "

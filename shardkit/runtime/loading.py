@@ -40,13 +40,13 @@ def load_state(run: Run, path: str | Path | None = None, *, data_position: bool 
     return _loaded(run, session, read.load(live_of(run), place, session.control, options))
 
 
-def resume(run: Run) -> bool:
+def resume(run: Run, data_position: bool = True, strict: bool = True) -> bool:
     """Whether the project's newest valid checkpoint was loaded; False where none was ever saved. Collective.
 
     CheckpointError where all of them are damaged: never a fresh start then.
     """
     run.is_resumed = True
-    return _load_newest(run, "resume", root_of(run)) is not None
+    return _load_newest(run, "resume", root_of(run), data_position, strict) is not None
 
 
 def _load_newest(run: Run, call: str, root: Place, data_position: bool = True, strict: bool = True) -> Place | None:

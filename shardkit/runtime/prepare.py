@@ -234,9 +234,10 @@ def _prepared(run: Run, model: nn.Module) -> nn.Module | None:
 
 def _loader(run: Run, loader: Any, moves: bool) -> PreparedLoader:
     process, data = run.process, run.config.shardkit.data
-    beside = 0
+    generator, beside = None, 0
     if isinstance(loader, DataLoader):
-        beside = sum(generator_of(known) is generator_of(loader) for known in run.loaders)
+        generator = generator_of(loader)
+        beside = sum(known is generator for known in run.generators)
     prepared = prepare_loader(
         loader,
         process.rank,
@@ -248,10 +249,20 @@ def _loader(run: Run, loader: Any, moves: bool) -> PreparedLoader:
         even_batches=data.even_batches,
     )
     if prepared not in run.loaders:
+        _drop_unused(run.loaders)
         prepared.before_loop = Call(run.accumulation.before_loop)
         prepared.after_batch = Call(run.accumulation.after_batch)
         run.loaders.append(prepared)
+        run.generators.append(generator)
     return prepared
+
+
+def _drop_unused(loaders: list[PreparedLoader]) -> None:
+    """Drops loaders that nobody else holds any more, as of a script that prepares one in each round: its data would
+    stay in memory, and in checkpoints."""
+    references = [ref(loader) for loader in loaders]
+    loaders.clear()
+    loaders += [loader for reference in references if (loader := reference()) is not None]
 
 
 def _optimizer(run: Run, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:

@@ -96,6 +96,8 @@ class Run:
     optimizers: list[AcceleratedOptimizer] = field(init=False)
     schedulers: list[AcceleratedScheduler] = field(init=False)
     loaders: list[PreparedLoader] = field(init=False)
+    generators: list[torch.Generator | None] = field(init=False)
+    """The generator of each loader that was prepared, also of those that the script has dropped since."""
     registered: list[Any] = field(init=False)
     taken: list[Taken] = field(init=False)
     events: StepEvents = field(default_factory=StepEvents)
@@ -115,7 +117,7 @@ class Run:
         """Drops all prepared objects; the step counters keep counting."""
         self.models, self.optimizers, self.schedulers = [], [], []
         self.evaluated = {}
-        self.loaders, self.registered, self.taken = [], [], []
+        self.loaders, self.generators, self.registered, self.taken = [], [], [], []
         self.is_resumed = self.is_announced = self.is_triggered = False
         self.counters.forget_window()
         section = self.config.shardkit

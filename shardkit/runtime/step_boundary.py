@@ -96,7 +96,7 @@ def _missing_of_project(run: Run) -> str:
     return "project folder" if run.project.project_dir is None else "automatic_checkpoint_naming"
 
 
-def resume(run: Run) -> bool:
+def resume(run: Run, data_position: bool = True, strict: bool = True) -> bool:
     """Restores the checkpoint that the configuration selects; returns whether it did. Collective."""
     wanted = run.config.shardkit.checkpoint.resume
     if wanted == "never":
@@ -104,14 +104,14 @@ def resume(run: Run) -> bool:
     from shardkit.runtime import loading, saving
 
     if wanted != "auto":
-        loading.load_state(run, wanted)
+        loading.load_state(run, wanted, data_position=data_position, strict=strict)
         return True
     if not names_checkpoints(run):
         raise UsageError(
             f"resume: auto needs a project folder to look in (got no {_missing_of_project(run)}); give Accelerator a "
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True), or name a checkpoint."
         )
-    found = loading.resume(run)
+    found = loading.resume(run, data_position, strict)
     if not found and run.process.is_main:
         log.info("checkpoint.resume: no checkpoint yet in %s; this run trains from the start.", saving.root_of(run))
     return found
