@@ -1,5 +1,6 @@
 """Ranks that are slow and no hang, and hangs of scripts without an Accelerator."""
 
+import os
 import re
 import subprocess
 import sys
@@ -101,3 +102,20 @@ def test_a_rank_that_has_become_another_program_is_not_signalled():
         assert not processes.ask_for_stacks(other.pid)
         assert other.poll() is None
         other.kill()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the CPU time of processes is read on Linux only")
+def test_a_process_whose_name_is_cut_inside_a_letter_ends_no_watch():
+    """The system cuts names at 15 bytes; that of any process on the machine is read."""
+    from shardkit.launch import ports, processes
+
+    code = "open('/proc/self/comm', 'wb').write('обучение'.encode()); print(flush=True); open(0).read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdin is not None
+        other.stdout.readline()
+        session = os.getsid(0)
+        assert processes.cpu_s({session}).keys() == {session}
+        assert processes.state(other.pid) in "RSD"
+        assert not processes.ask_for_stacks(other.pid)
+        assert "обучени" in ports._command(processes.PROC / str(other.pid))
+        other.stdin.close()

@@ -141,7 +141,7 @@ def _pid_of(starter: Starter) -> int:
     pid = os.getppid()
     with contextlib.suppress(OSError, IndexError, ValueError):
         while f"{starter.rank}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
     return pid
 
 

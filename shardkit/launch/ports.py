@@ -33,7 +33,7 @@ def owner(port: int, proc: Path = Path("/proc")) -> str:
 def _command(process: Path) -> str:
     """` (jupyter)`; nothing where it has just ended."""
     try:
-        return f" ({(process / 'comm').read_text().strip()})"
+        return f" ({(process / 'comm').read_text(errors='replace').strip()})"
     except OSError:
         return ""
 

@@ -51,9 +51,10 @@ def cpu_s(sessions: Collection[int]) -> dict[int, float]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the third one (the state) on."""
+    """The fields of /proc/PID/stat from the third one (the state) on. The second is the process's name, cut at 15
+    bytes, maybe inside a letter."""
     try:
-        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        return (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
 
@@ -93,6 +94,6 @@ def ask_for_stacks(pid: int) -> bool:
 def _stacks_thread(pid: int) -> int | None:
     with contextlib.suppress(OSError):
         for task in (PROC / str(pid) / "task").iterdir():
-            if (task / "comm").read_text().strip() == STACKS_THREAD:
+            if (task / "comm").read_text(errors="replace").strip() == STACKS_THREAD:
                 return int(task.name)
     return None

@@ -42,7 +42,7 @@ def resident_bytes(line: str = "VmRSS") -> int:
     """This process's resident memory, current (VmRSS) or peak (VmHWM); 0 where the system does not report it."""
     if not _STATUS.exists():
         return 0
-    found = [text for text in _STATUS.read_text().splitlines() if text.startswith(f"{line}:")]
+    found = [text for text in _STATUS.read_text(errors="replace").splitlines() if text.startswith(f"{line}:")]
     return int(found[0].split()[1]) * 1024 if found else 0
 
 
