@@ -184,6 +184,18 @@ def test_all_or_nothing_reaches_the_live_objects(ranks, tmp_path):
     ranks.run(2, refuse_halfway, tmp_path / "c")
 
 
+def test_a_state_that_still_has_its_graph_is_replaced(tmp_path):
+    """As the smallest loss so far, which a script forgot to detach."""
+    live = checkpoints.build("plain")
+    live.objects["registered.0"].value["best"] = live.models[0].scale.sum() * 0 + 5
+    checkpoints.save(live, tmp_path / "c")
+    live.models[0].scale.requires_grad_(True)
+    live.objects["registered.0"].value["best"] = live.models[0].scale.sum()
+    assert live.objects["registered.0"].value["best"].grad_fn is not None
+    checkpoints.load(live, tmp_path / "c")
+    assert live.objects["registered.0"].value["best"] == 5
+
+
 def differ_in_step(folder):
     import torch.distributed as dist
 

@@ -59,7 +59,10 @@ def describe(optimizer: Optimizer, names: Mapping[int, str], section: str) -> Op
     sharded = {names[id(parameter)] for parameter in parameters if _is_sharded(parameter)}
     if _overrides(optimizer, "state_dict"):
         return _described_by_itself(optimizer, members, sharded, section)
-    rows = {names[id(parameter)]: dict(optimizer.state.get(parameter, {})) for parameter in parameters}
+    rows = {
+        name: _with_text_keys(optimizer.state.get(parameter, {}), f"{section}: state of {name}")
+        for name, parameter in ((names[id(parameter)], parameter) for parameter in parameters)
+    }
     rest = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     groups = [(those, _settings(group)) for those, group in zip(members, optimizer.param_groups, strict=True)]
     inner = {name: _inner_state(one, names) for name, one in inner_of(optimizer).items()}
@@ -137,7 +140,11 @@ def _described_by_itself(
     if numbers is None:
         bare: list[tuple[list[str], dict[str, Any]]] = [(those, {}) for those in members]
         return OptimizerDescription(bare, {}, {}, with_names(state, members), sharded, is_whole=True)
-    rows = {numbers[key]: dict(row) for key, row in state["state"].items() if key in numbers}
+    rows = {
+        numbers[key]: _with_text_keys(row, f"{section}: state of {numbers[key]}")
+        for key, row in state["state"].items()
+        if key in numbers
+    }
     rest = {key: value for key, value in state["state"].items() if key not in numbers}
     groups = [(those, _settings(group)) for those, group in zip(members, state["param_groups"], strict=True)]
     extra = {key: with_names(value, members) for key, value in state.items() if key not in _STANDARD}

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from shardkit import values
 from shardkit.checkpoint import faults, folder, optimizers, state, state_json, ties
@@ -252,13 +253,19 @@ def _apply_objects(states: list[tuple[str, Stateful, Any]], control: ControlGrou
         with _Agreement(control, here, unchanged) as step:
             faults.reach("apply", control.rank)
             for name, item, wanted in states:
-                applied.append((item, copy.deepcopy(item.state_dict())))
+                step.place = f"{name}: its present state cannot be kept meanwhile: "
+                applied.append((item, _copied(item.state_dict())))
                 step.place = f"{name}: load_state_dict refuses the saved state: "
                 item.load_state_dict(wanted)
     except CheckpointError:
         for item, before in reversed(applied):
             item.load_state_dict(before)
         raise
+
+
+def _copied(state: Any) -> Any:
+    """A copy of an object's state. A tensor may still have its graph, as the smallest loss so far."""
+    return copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.detach, state))
 
 
 # ---- the user's hooks ----
