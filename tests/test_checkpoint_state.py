@@ -184,6 +184,25 @@ def test_all_or_nothing_reaches_the_live_objects(ranks, tmp_path):
     ranks.run(2, refuse_halfway, tmp_path / "c")
 
 
+def average_again(folder, saves):
+    """An average of the weights that is made at its first update, and loaded before that; its parts, to compare."""
+    live = checkpoints.build("fsdp")
+    checkpoints.train(live, 2)
+    weights = dict(live.models[0].named_parameters())
+    average = live.objects["registered.0"]
+    if saves:
+        average.value["average"] = {name: one.detach().clone() for name, one in weights.items()}
+        checkpoints.save(live, folder)
+        return True
+    checkpoints.load(live, folder)
+    return all(torch.equal(average.value["average"][name].lerp_(one, 0.5), one) for name, one in weights.items())
+
+
+def test_an_average_of_sharded_weights_that_is_not_made_yet_is_sharded(ranks, tmp_path):
+    for size, saves in ((2, True), (2, False), (3, False)):
+        assert ranks.run(size, average_again, tmp_path / "c", saves) == [True] * size
+
+
 def test_a_state_that_still_has_its_graph_is_replaced(tmp_path):
     """As the smallest loss so far, which a script forgot to detach."""
     live = checkpoints.build("plain")

@@ -13,10 +13,11 @@ A sharded checkpoint and a full one differ only in `layout.pieces`: in a full on
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from shardkit.checkpoint.verify import Checkpoint, Files, Span, check_headers, h
 from shardkit.distributed import custom_state, random_state
 from shardkit.distributed.control import ControlGroup, LostRank
 from shardkit.distributed.custom_state import CustomState
-from shardkit.distributed.tensors import local_part, outside_inference_mode
+from shardkit.distributed.tensors import every_parameter, local_part, outside_inference_mode
 from shardkit.errors import CheckpointCorrupted, CheckpointError, CheckpointUnreachable, StateIncomplete
 from shardkit.log import get_logger
 from shardkit.storage.url import Place
@@ -217,17 +218,27 @@ def _share(record: Manifest, control: ControlGroup) -> list[tuple[str, int]]:
 
 def _object_states(live: Live, plan: Plan, saved: Saved) -> Iterator[tuple[str, Stateful, Any]]:
     """(name, object, state to load) for schedulers, registered objects and loaders; reads the tensors in the states."""
+    parameters = [parameter for model in live.models for parameter in every_parameter(model)]
+    spread = {tuple(one.shape): one for one in parameters if isinstance(one, DTensor)}
     for name, item in live.objects.items():
         if name in plan.common["objects"] and name not in plan.unlike:
-            yield name, item, _decoded(item.state_dict, name, plan.common["objects"][name], saved)
+            yield name, item, _decoded(item.state_dict, name, plan.common["objects"][name], saved, spread)
     saved_positions = positions(plan)
     for name, loader in live.loaders.items():  # last: they were checked before, so they do not fail
         if name in saved_positions:
             yield name, loader, values.decode(saved_positions[name], no_tensor)
 
 
-def _decoded(present: Callable[[], Any], name: str, encoded: Any, saved: Saved) -> Any:
-    """A saved state, with the types of the present state, and tensors sharded as its are."""
+def _decoded(
+    present: Callable[[], Any],
+    name: str,
+    encoded: Any,
+    saved: Saved,
+    spread: Mapping[tuple[int, ...], DTensor] = MappingProxyType({}),
+) -> Any:
+    """A saved state, with the types of the present state, and tensors sharded as its are. One that was saved sharded
+    and is not there yet, as an average of the weights before its first update, is sharded as a parameter of its shape:
+    `spread` has one of each."""
     here, sharded = present(), dict[str, DTensor]()
     taken: set[str] = set()
 
@@ -240,9 +251,14 @@ def _decoded(present: Callable[[], Any], name: str, encoded: Any, saved: Saved) 
             sharded[path] = value
         return path
 
+    def load(path: str) -> torch.Tensor:
+        entry = saved.entry("objects", path)
+        like = spread.get(entry.shape) if entry.is_sharded and path not in taken else sharded.get(path)
+        return saved.new("objects", path, like)
+
     if any(True for _ in values.tensors_in(encoded)):
         values.encode(here, name, note)
-    found = values.decode(encoded, lambda path: saved.new("objects", path, sharded.get(path)))
+    found = values.decode(encoded, load)
     return values.as_present(found, here)
 
 
