@@ -356,3 +356,33 @@ def test_values_of_a_tensor_that_is_tied_now_are_not_dropped_in_silence(tmp_path
         model["c"].weight.copy_(model["a"].weight)
     checkpoints.save(Live([model]), tmp_path / "d")
     checkpoints.load(Live([found]), tmp_path / "d")
+
+
+def in_order(names, seed):
+    """A model with two tied layers, made in this order, and its optimizer after a step."""
+    torch.manual_seed(seed)
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in names})
+    model["head"].weight = model["embed"].weight
+    optimizer = torch.optim.Adam(model.parameters())
+    for layer in model.values():
+        layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_layers_that_are_tied_may_change_places(tmp_path):
+    (model, optimizer), (found, other) = in_order(("embed", "x", "head"), 0), in_order(("head", "x", "embed"), 1)
+    checkpoints.save(Live([model], [optimizer]), tmp_path / "c")
+    checkpoints.load(Live([found], [other]), tmp_path / "c")
+    for name in ("embed", "x", "head"):
+        one, two = (optimizer.state[model[name].weight], other.state[found[name].weight])
+        assert torch.equal(model[name].weight, found[name].weight) and torch.equal(one["exp_avg"], two["exp_avg"])
+
+
+def test_a_tied_tensor_loads_from_whichever_name_was_kept(tmp_path):
+    """As of a converted checkpoint, from whose file its program had left the other name out."""
+    model, _ = in_order(("embed", "x", "head"), 0)
+    bare = nn.ModuleDict({"head": nn.Linear(2, 2, bias=False), "x": model["x"]})
+    checkpoints.save(Live([bare]), tmp_path / "c")
+    checkpoints.load(Live([model]), tmp_path / "c")
+    assert torch.equal(model["embed"].weight, bare["head"].weight)

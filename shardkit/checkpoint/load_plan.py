@@ -99,7 +99,7 @@ def plan_of(live: Live, checkpoint: Checkpoint, control: ControlGroup, options: 
         own = checkpoint.of_rank(control.rank)
         _check_random(own["rng"], checkpoint, control.rank)
     index, plan = checkpoint.index, Plan(common, own)
-    names = state.parameter_names(live.models)
+    names = state.parameter_names(live.models, index)
     _take_own(plan, checkpoint, control.rank, _parameters(live, names))
     for number, model in enumerate(live.models):
         section = section_name("model", number)
@@ -182,7 +182,11 @@ def _plan_model(model: nn.Module, section: str, index: Index, plan: Plan) -> Non
     mine, others = state.model_state(model)
     saved = {*entries, *aliases, *plan.common["objects"].get(extra_state(section), {})}
     ties = state.tied_names(model, mine)
-    missing = [name for name in (*mine, *others) if name not in saved and ties.get(name) not in saved]
+    named = {name: [name] for name in mine if name not in ties}  # all names of each tensor, by the first
+    for name, first in ties.items():
+        named[first].append(name)
+    there = {first for first, its_names in named.items() if not saved.isdisjoint(its_names)}
+    missing = [name for name in (*mine, *others) if name not in saved and ties.get(name, name) not in there]
     plan.differences += differences.listed(section, "in the model, not in the checkpoint", missing, KEEP)
     unexpected = sorted(name for name in saved if name not in mine and name not in others)
     plan.differences += differences.listed(section, "in the checkpoint, not in the model", unexpected, LEAVE_OUT)
@@ -201,6 +205,7 @@ def _plan_model(model: nn.Module, section: str, index: Index, plan: Plan) -> Non
             if {*sources} <= entries.keys() and len({*sources}) > 1:
                 plan.ties.append(Tie(section, (first, name), sources, tensor))
             continue
+        source = next((other for one in named[name] if (other := aliases.get(one, one)) in entries), source)
         if source not in entries:
             continue
         if name in detached:

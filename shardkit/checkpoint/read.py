@@ -348,7 +348,7 @@ def _fill_here(live: Live, plan: Plan, saved: Saved, rank: int, is_strict: bool)
         saved.fill(section, name, tensor)
     for custom in plan.custom:
         custom_state.load(custom.model, _custom_values(custom, plan, saved), is_strict)
-    names = state.parameter_names(live.models)
+    names = state.parameter_names(live.models, saved.index)
     for number, (optimizer, encoded) in enumerate(zip(live.optimizers, plan.common["optimizers"], strict=False)):
         section = section_name("optim", number)
         if section in saved.index.sections and section not in plan.unlike:

@@ -149,12 +149,16 @@ def whole_tensors(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def parameter_names(models: list[nn.Module]) -> dict[int, str]:
-    """{id of the parameter: its name among the parameters of all models}."""
+def parameter_names(models: list[nn.Module], saved: Index | None = None) -> dict[int, str]:
+    """{id of the parameter: its name among the parameters of all models}. Of tied names the first; for a load the first
+    under which the tensor was `saved`, since a model may have got its layers in another order."""
     names: dict[int, str] = {}
     for number, model in enumerate(models):
-        for name, parameter in unwrapped(model).named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), name_in_run(number, clean_name(name)))
+        entries = {} if saved is None else saved.sections.get(section_name("model", number), {})
+        found = unwrapped(model).named_parameters(remove_duplicate=False)
+        named = [(clean_name(name), parameter) for name, parameter in found]
+        for name, parameter in sorted(named, key=lambda item: item[0] not in entries):
+            names.setdefault(id(parameter), name_in_run(number, name))
     return names
 
 
