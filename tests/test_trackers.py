@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -244,6 +245,18 @@ for kind in (JsonLines, Csv):
     assert [record["step"] for record in tracker.records()] == [1, 3]
     assert tracker.records()[0]["a"] == "\u00e9" and tracker.records()[1]["b"] == "\u2192"
 """
+
+
+@pytest.mark.parametrize("kind", [JsonLines, Csv])
+def test_records_go_on_where_the_file_or_its_folder_was_taken_away(kind, tmp_path):
+    tracker = kind(tmp_path / "logs", lambda: False)
+    tracker.log({"loss": 0.5}, step=1)
+    tracker.path.unlink()
+    tracker.log({"loss": 0.25}, step=2)
+    assert [(record["step"], float(record["loss"])) for record in tracker.records()] == [(2, 0.25)]
+    shutil.rmtree(tracker.path.parent)
+    tracker.log({"loss": 0.125}, step=3)
+    assert [(record["step"], float(record["loss"])) for record in tracker.records()] == [(3, 0.125)]
 
 
 def test_one_number_that_python_has_no_json_for_is_logged_as_text(tmp_path):

@@ -63,6 +63,7 @@ class _File(Tracker):
             _replace(self.path.with_name("config.json"), text)
 
     def _append(self, text: str) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)  # the script, or somebody, may have deleted it
         with open(self.path, "ab", buffering=0) as file:
             size, left = file.seek(0, os.SEEK_END), memoryview(text.encode())
             try:
@@ -124,7 +125,7 @@ class Csv(_File):
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
         self._open()
         record = _record(values, step)
-        if self._columns is None:
+        if self._columns is None or not self.path.exists():  # a file that was moved away has taken its header along
             self._columns = self._columns_there()
         if new := [name for name in record if name not in self._columns]:
             records = self.records() if self.path.exists() else []
