@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -14,7 +15,7 @@ import torch
 
 from shardkit import values
 from shardkit.checkpoint import disk, folder, manifest, tensors
-from shardkit.errors import CheckpointCorrupted
+from shardkit.errors import CheckpointCorrupted, CheckpointError
 from shardkit.values import NotStorable, decode, encode
 from tests import checkpoints
 
@@ -232,3 +233,17 @@ def test_a_state_above_the_limit_of_unknown_files_loads(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "JSON_LIMIT_BYTES", 100_000)
     checkpoints.load(fresh, tmp_path / "c")
     assert fresh.objects["registered.0"].value == {"tokens": bytes(200_000)}
+
+
+def test_a_checkpoint_that_may_not_be_read_is_told_in_words(tmp_path, monkeypatch):
+    live = checkpoints.build("plain")
+    checkpoints.save(live, tmp_path / "step-00000000")
+
+    def refuse(path, record):
+        raise PermissionError(13, "Permission denied", str(path / "model"))
+
+    monkeypatch.setattr(manifest, "check_sizes", refuse)
+    where = f"Permission denied: {tmp_path / 'step-00000000' / 'model'}"
+    assert [one.reason for one in folder.newest_valid(tmp_path)[1]] == [where]
+    with pytest.raises(CheckpointError, match=f"^checkpoint: {re.escape(where)}$"):
+        checkpoints.load(live, tmp_path / "step-00000000")

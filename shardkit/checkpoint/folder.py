@@ -24,6 +24,7 @@ from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
 from shardkit.storage import objects
 from shardkit.storage.url import Place, Url
+from shardkit.wording import words
 
 LATEST = "LATEST"
 STEP = re.compile(r"step-(\d{8,18})")
@@ -206,7 +207,7 @@ def newest_valid(root: Place) -> tuple[FoundCheckpoint | None, list[SkippedFolde
         except (CheckpointError, OSError) as error:
             if isinstance(root, Url) and isinstance(error, OSError):
                 raise
-            skipped.append(SkippedFolder(found.step, found.path, str(error)))
+            skipped.append(SkippedFolder(found.step, found.path, words(error)))
         else:
             return found, skipped
     return None, skipped

@@ -9,6 +9,7 @@ from shardkit.checkpoint.verify import Checkpoint, open_checkpoint
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import CheckpointError, CheckpointUnreachable
 from shardkit.storage.url import Place, Url
+from shardkit.wording import words
 
 
 def candidates(root: Place, control: ControlGroup) -> list[tuple[int, str]]:
@@ -50,7 +51,7 @@ def open_together(path: Place, control: ControlGroup) -> Checkpoint:
         found = open_checkpoint(path) if control.rank == 0 else Checkpoint(path, manifest.read(path))
         seen = manifest.self_digest(path)
     except (CheckpointError, OSError) as error:
-        problem, is_unreachable = str(error), isinstance(path, Url) and isinstance(error, OSError)
+        problem, is_unreachable = words(error), isinstance(path, Url) and isinstance(error, OSError)
     answer = [problem, seen, is_unreachable]
     trouble, is_unreachable = control.decide(answer, lambda answers: _not_seen_alike(path, answers))
     if trouble is not None:
