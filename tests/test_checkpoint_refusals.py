@@ -60,6 +60,21 @@ def test_without_strict_an_optimizer_that_was_not_saved_stays_as_it_is(tmp_path)
     assert torch.equal(found.models[0].head.weight, live.models[0].head.weight)
 
 
+def test_a_view_of_repeated_values_is_refused_before_anything_is_changed(tmp_path):
+    """Torch cannot write into one either; it was met half-way, in every checkpoint that a resume tried."""
+    live = checkpoints.build("plain")
+    live.models[0].register_buffer("table", torch.arange(3.0).expand(4, 3))
+    checkpoints.save(live, tmp_path / "c")
+    with torch.no_grad():
+        live.models[0].scale.fill_(7)
+    with pytest.raises(CheckpointError, match=r"nothing was changed:\n  model: table: repeats its values in the model"):
+        checkpoints.load(live, tmp_path / "c")
+    assert live.models[0].scale.max() == 7
+    live.models[0].table = torch.zeros(4, 3)
+    checkpoints.load(live, tmp_path / "c")
+    assert live.models[0].table[3].tolist() == [0, 1, 2] and live.models[0].scale.max() == 1
+
+
 def test_without_strict_what_differs_stays_as_it_is_and_is_named(tmp_path, caplog):
     """A layer with another name, an optimizer and a schedule of other classes: the state of an AdamW made an RMSprop
     fail in its first step."""

@@ -255,6 +255,8 @@ def _not_ready(tensor: torch.Tensor) -> str | None:
         return f"is quantized in the model (got a {type(tensor).__name__}); load the checkpoint before quantizing"
     if not tensors.has_memory(tensor):
         return "has no values in the model yet (got a tensor on the meta device); prepare the model first"
+    if tensor.numel() and any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        return "repeats its values in the model (got a view made by expand), so none can be loaded; give it a clone()"
     return None
 
 
