@@ -3,9 +3,10 @@
 None, bool, int, float, str, list and dict with string keys stay unchanged. Others are tagged: {"$tuple": [...]},
 {"$bytes": base64}, {"$float": "inf"}, {"$dict": [[key, value], ...]} for other keys, {"$counter": ...}, {"$set": ...},
 {"$deque": ...}, {"$bounded_deque": [maxlen, [...]]}, {"$module_state": [{...}, {module: version}]} for the state dict
-of a module with versions, {"$param": fqn} for the number of a parameter, and {"$tensor": name} for a tensor, which the
-caller stores under this name, or in it. Numpy's scalars become Python's, and types beside these their plain one: see
-`as_present`. Any other type is an error that names the path of the value.
+of a module with versions, {"$param": fqn} for the number of a parameter, {"$tensor": name} for a tensor, which the
+caller stores under this name, or in it, and {"$array": {"$tensor": name}} for an array of numpy. Numpy's scalars become
+Python's, and types beside these their plain one: see `as_present`. Any other type is an error that names the path of
+the value.
 """
 
 import base64
@@ -55,6 +56,9 @@ def encode(value: Any, path: str, store_tensor: StoreTensor) -> Any:
     name = store_tensor(path, value)
     if name is not None:
         return {"$tensor": name}
+    array = _as_tensor(value)
+    if array is not None and (name := store_tensor(path, array)) is not None:
+        return {"$array": {"$tensor": name}}
     if isinstance(value, (int, float, str)):  # enumerations with a plain value
         return encode(value.value if hasattr(value, "value") else _plain(value), path, store_tensor)
     scalar: Any = getattr(sys.modules.get("numpy"), "generic", ())
@@ -66,6 +70,17 @@ def encode(value: Any, path: str, store_tensor: StoreTensor) -> Any:
         f"{path}: a value of type {type(value).__module__}.{type(value).__qualname__} cannot be saved; "
         "return numbers, strings, bytes, lists, dicts or tensors from state_dict()."
     )
+
+
+def _as_tensor(value: Any) -> Any:
+    """A copy of an array of numpy as a tensor; None for other values, and where torch has no such dtype."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None or type(value) is not numpy.ndarray:
+        return None
+    try:
+        return sys.modules["torch"].from_numpy(numpy.array(value))
+    except (TypeError, ValueError):
+        return None
 
 
 def _plain(value: Any) -> Any:
@@ -156,6 +171,8 @@ def _decode_tagged(tag: str, inner: Any, load_tensor: Callable[[str], Any]) -> A
             return ParameterName(inner)
         case "$tensor":
             return load_tensor(inner)
+        case "$array":
+            return _decode(inner, load_tensor).cpu().numpy()
         case "$dict" | "$counter":
             pairs = {_hashable(_decode(key, load_tensor)): _decode(item, load_tensor) for key, item in inner}
             return Counter(pairs) if tag == "$counter" else pairs
@@ -195,15 +212,18 @@ def unique_name(path: str, taken: Container[str]) -> str:
     return path
 
 
-# Tags that format version 5 added.
-_NEW_TAGS = {"$bounded_deque", "$module_state"}
+# Tags that format version 5 added, and those of version 6.
+_NEW_TAGS = frozenset({"$bounded_deque", "$module_state"})
+ARRAY_TAGS = frozenset({"$array"})
 
 
-def has_new_tags(value: Any) -> bool:
-    """Whether an encoded value has tags that readers before format version 5 do not know."""
+def has_new_tags(value: Any, tags: frozenset[str] = _NEW_TAGS) -> bool:
+    """Whether an encoded value has tags that readers before format version 5 do not know, or other `tags`."""
     if isinstance(value, list):
-        return any(map(has_new_tags, value))
-    return isinstance(value, dict) and (not _NEW_TAGS.isdisjoint(value) or any(map(has_new_tags, value.values())))
+        return any(has_new_tags(item, tags) for item in value)
+    return isinstance(value, dict) and (
+        not tags.isdisjoint(value) or any(has_new_tags(item, tags) for item in value.values())
+    )
 
 
 def tensors_in(value: Any) -> Iterator[str]:

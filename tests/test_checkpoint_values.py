@@ -235,6 +235,32 @@ def test_a_state_above_the_limit_of_unknown_files_loads(tmp_path, monkeypatch):
     assert fresh.objects["registered.0"].value == {"tokens": bytes(200_000)}
 
 
+def test_arrays_of_numpy_come_back_as_arrays(tmp_path):
+    """As in a table of learning rates, a running histogram, or the state of a generator."""
+    import numpy
+
+    frozen = numpy.arange(3)
+    frozen.flags.writeable = False
+    given = {
+        "turned": numpy.arange(6.0).reshape(2, 3)[:, ::-1],
+        "state": numpy.random.Philox(3).state,
+        "parts": (numpy.array(0.5), [numpy.empty((0, 2), numpy.float32)], numpy.array([True])),
+        "frozen": frozen,
+    }
+    saved, fresh = checkpoints.build("plain"), checkpoints.build("plain")
+    saved.objects["registered.0"].value = given
+    checkpoints.save(saved, tmp_path / "c")
+    checkpoints.load(fresh, tmp_path / "c")
+    found = fresh.objects["registered.0"].value
+    assert repr(found) == repr(given)
+    found["frozen"] += 1
+    assert manifest.read(tmp_path / "c").version == manifest.ARRAYS_VERSION
+    for wrong in (numpy.array(["a"]), numpy.array([object()])):
+        saved.objects["registered.0"].value = wrong
+        with pytest.raises(CheckpointError, match=r"registered\.0: a value of type numpy\.ndarray cannot be saved"):
+            checkpoints.save(saved, tmp_path / "d")
+
+
 def test_a_checkpoint_that_may_not_be_read_is_told_in_words(tmp_path, monkeypatch):
     live = checkpoints.build("plain")
     checkpoints.save(live, tmp_path / "step-00000000")

@@ -182,7 +182,10 @@ def model_fingerprint(index: Index) -> str:
 
 def _version(common: dict[str, Any], own: dict[str, Any], added: dict[str, File], is_in_store: bool) -> int:
     """The oldest format version that supports everything in this checkpoint."""
-    if values.has_new_tags([common, own.get("apart")]):
+    of_script = [common, own.get("apart")]
+    if values.has_new_tags(of_script, values.ARRAY_TAGS):
+        return manifest.ARRAYS_VERSION
+    if values.has_new_tags(of_script):
         return manifest.TAGS_VERSION
     if is_in_store:
         return manifest.STORE_VERSION

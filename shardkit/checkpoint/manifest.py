@@ -23,7 +23,8 @@ NAME = "MANIFEST.json"
 # What Windows and file servers add to folders that are looked at.
 _OF_SYSTEMS = {"Thumbs.db", "desktop.ini", "@eaDir"}
 FORMAT = "shardkit-checkpoint"
-VERSION = 5  # the newest version that this shardkit reads
+VERSION = 6  # the newest version that this shardkit reads
+ARRAYS_VERSION = 6  # of a checkpoint with arrays of numpy
 TAGS_VERSION = 5  # of a checkpoint with values of types that were added to `values`
 STORE_VERSION = 4  # of a checkpoint in an object store
 ADDITIONS_VERSION = 3  # of a checkpoint with files that hooks added
