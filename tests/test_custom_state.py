@@ -386,3 +386,13 @@ def test_a_tied_tensor_loads_from_whichever_name_was_kept(tmp_path):
     checkpoints.save(Live([bare]), tmp_path / "c")
     checkpoints.load(Live([model]), tmp_path / "c")
     assert torch.equal(model["embed"].weight, bare["head"].weight)
+
+
+def test_a_groups_names_stay_those_of_its_parameters(tmp_path):
+    """Torch keeps the names of an optimizer made from named_parameters() beside them, in their order."""
+    (model, _), (found, _) = in_order(("x", "y", "embed", "head"), 0), in_order(("head", "y", "x", "embed"), 1)
+    optimizers = [torch.optim.Adam(one.named_parameters()) for one in (model, found)]
+    checkpoints.save(Live([model], optimizers[:1]), tmp_path / "c")
+    checkpoints.load(Live([found], optimizers[1:]), tmp_path / "c")
+    (group,) = optimizers[1].param_groups
+    assert group["param_names"] == ["head.weight", "y.weight", "x.weight"] == [*dict(found.named_parameters())]

@@ -83,8 +83,10 @@ def _pairs(live: Live, common: Mapping[str, Any]) -> Iterator[tuple[str, Any, di
     for number, (optimizer, saved) in enumerate(zip(live.optimizers, common["optimizers"], strict=False)):
         settings = saved["groups"][0]["settings"] if saved["groups"] else {}
         now = {**optimizer.defaults, **(optimizer.param_groups[0] if optimizer.param_groups else {})}
-        now = {key: value for key, value in now.items() if key not in optimizers.RUN_SETTINGS}
-        yield section_name("optim", number), optimizer, settings, now
+        saved_settings, now = (
+            {key: value for key, value in one.items() if key not in optimizers.RUN_SETTINGS} for one in (settings, now)
+        )
+        yield section_name("optim", number), optimizer, saved_settings, now
     for name, item in live.objects.items():
         if name.startswith("scheduler.") and isinstance(saved := common["objects"].get(name), dict):
             yield name, getattr(item, "scheduler", item), saved, item.state_dict()

@@ -28,8 +28,8 @@ from shardkit.values import ParameterName
 
 logger = get_logger(__name__)
 
-# Settings of the implementation, not state: a load keeps those of the run.
-RUN_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
+# Settings of the implementation, and the names that belong to `params`: no state, so a load keeps those of the run.
+RUN_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 _STANDARD = ("state", "param_groups")
 
 
@@ -303,7 +303,7 @@ class _Loading:
             source = next((owner[fqn] for fqn in those if fqn in owner), None)
             if not those and len(saved) == len(self.members) and not saved[number]["params"]:
                 source = saved[number]
-            settings = {} if source is None else source["settings"]
+            settings = {} if source is None else _settings(source["settings"])
             found.append(values.decode(settings, partial(self._setting, group, loaded)))
         return found
 
