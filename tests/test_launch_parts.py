@@ -628,7 +628,8 @@ def test_nothing_of_a_progress_bar_stays_behind_the_line_after_it(tmp_path, monk
     output.close()
     assert file.getvalue() == "[1] in a file\n"
     bar = "[0] 50% and more"
-    assert screen.getvalue().startswith(f"{bar}\r{' ' * len(bar)}\r[1] short\n")
+    rest = screen.getvalue().replace(f"{bar}\r{' ' * len(bar)}\r", "")  # it may have been shown again
+    assert rest.startswith("[1] short\n")
 
 
 # folders
