@@ -1,7 +1,9 @@
 """Launches in odd but ordinary surroundings: a parent that ignores signals, no space for temporary files, scripts that
 are not plain files."""
 
+import errno
 import io
+import os
 import pwd
 import resource
 import signal
@@ -110,6 +112,16 @@ def test_a_launch_in_a_rank_has_settings_of_its_own(tmp_path):
 def test_a_temporary_folder_without_space_is_told_before_ranks_start(monkeypatch):
     monkeypatch.setattr(folders, "SPACE_BYTES", 1 << 60)
     says = r"the temporary folder .* cannot be used \(.*\); free some space there"
+    with pytest.raises(MachineError, match=says), folders.temporary():
+        pass
+
+
+def test_a_temporary_folder_without_pipes_is_told_before_ranks_start(monkeypatch):
+    def refuse(path, mode=0o666):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported", str(path))
+
+    monkeypatch.setattr(os, "mkfifo", refuse)
+    says = r"cannot be used \(Operation not supported\); .* set TMPDIR to a folder on another disk"
     with pytest.raises(MachineError, match=says), folders.temporary():
         pass
 

@@ -594,6 +594,31 @@ def test_what_the_screens_encoding_lacks_is_shown_escaped(tmp_path, monkeypatch)
     assert screen.buffer.getvalue() == b"[0] loss \\u2193\n[0] end\n"
 
 
+def test_nothing_of_a_progress_bar_stays_behind_the_line_after_it(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen, file = Terminal(), io.StringIO()
+    for rank in (0, 1):
+        ProgressWriter(tmp_path, rank, rank).post("starting", 0)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(sys, "stdout", file)
+    output = Output(tmp_path, tmp_path, 2, 1, None, has_prefix=True)
+    (tmp_path / "err-0").write_text("\r50% and more\r", encoding="utf-8")
+    output.start()
+    deadline = time.monotonic() + 60
+    while "50%" not in screen.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (tmp_path / "out-1").write_text("in a file\n", encoding="utf-8")
+    (tmp_path / "err-1").write_text("short\n", encoding="utf-8")
+    output.close()
+    assert file.getvalue() == "[1] in a file\n"
+    bar = "[0] 50% and more"
+    rest = screen.getvalue().replace(f"{bar}\r{' ' * len(bar)}\r", "")  # it may have been shown again
+    assert rest.startswith("[1] short\n")
+
+
 # folders
 
 

@@ -54,4 +54,4 @@ def test_ctrl_c_ends_the_wait_for_a_thread_and_keeps_the_code(tmp_path, leave):
     words = [sys.executable, "-c", ENDLESS, leave]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (7, "exit function\n"), done.stderr
-    assert done.stderr.endswith("KeyboardInterrupt\n")
+    assert "KeyboardInterrupt" in done.stderr

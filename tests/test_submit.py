@@ -292,6 +292,14 @@ def test_every_problem_is_said_at_once_and_nothing_is_written(capsys):
         assert line in error, error
 
 
+def test_flags_whose_variables_are_not_set_are_told(capsys):
+    """A job had no time limit, or a container without an image."""
+    _, error = submit(capsys, "--to", "jobset", "--time=", "--memory=", "--image=", "--resume=", "train.py", code=2)
+    assert "--time: not a duration (got '');" in error and "--memory: not a size (got '');" in error
+    assert "--resume: has no value (got an empty text, as from a variable that is not set); write one." in error
+    assert "--image: a container image with the script and shardkit is missing (got none)" in error
+
+
 @pytest.mark.parametrize("engine", ["slurm", "kubeflow", "jobset", "skypilot", "ssh"])
 def test_the_flags_of_launch_reach_the_job(capsys, engine):
     more = {"kubeflow": ["--image", "a:1"], "jobset": ["--image", "a:1"], "ssh": ["--hosts", "hosts"]}

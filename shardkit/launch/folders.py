@@ -105,10 +105,11 @@ def temporary() -> Iterator[Path]:
             name = stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True))
             stack.enter_context(locked(Path(name)))
             check_space(Path(name))
+            check_pipes(Path(name))
         except OSError as error:
             raise MachineError(
                 f"launch: the temporary folder {where} cannot be used ({error.strerror}); free some space there, or "
-                "set TMPDIR to another folder."
+                "set TMPDIR to a folder on another disk."
             ) from None
         yield Path(name)
 
@@ -118,6 +119,13 @@ def check_space(folder: Path) -> None:
     path = folder / "space"
     with path.open("wb") as file:
         rank_files.reserve(file.fileno(), SPACE_BYTES)
+    path.unlink()
+
+
+def check_pipes(folder: Path) -> None:
+    """Raises OSError if the file system has no named pipes, as exFAT, SMB and Windows' disks in WSL."""
+    path = folder / "pipe"
+    os.mkfifo(path)
     path.unlink()
 
 

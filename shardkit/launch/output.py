@@ -91,6 +91,7 @@ class Output:
         self._selector = selectors.DefaultSelector()
         self._logs: dict[int, BinaryIO] = {}
         self._asking: _Stream | None = None  # the stream whose incomplete line is the last one on the screen
+        self._bar_width = 0  # of the progress bar that is the last line on the terminal
         self._missing: dict[int, int] = {}  # {rank: bytes that are not in its log}
         self._descriptors: list[int] = []
         self._closing = threading.Event()
@@ -235,7 +236,12 @@ class Output:
             return
         self._end_incomplete_line()
         prefix = f"[{rank:>{self._width}}] " if self._has_prefix else ""
-        self._write(screen, "".join(f"{prefix}{line}{end}" for line in text.split("\n")))
+        lines = [f"{prefix}{line}{end}" for line in text.split("\n")]
+        if screen.isatty():
+            if self._bar_width:  # its end would stay behind a shorter line
+                lines.insert(0, f"{' ' * self._bar_width}\r")
+            self._bar_width = len(lines[-1]) - 1 if end == "\r" else 0
+        self._write(screen, "".join(lines))
 
     def _end_incomplete_line(self) -> None:
         if self._asking is not None:

@@ -74,8 +74,8 @@ def made(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job 
         problems.lines += _missing(loaded.config, loaded.origins, loaded.path) + _problem_of_resume(loaded)
     words = problems.of(_words, "--ssh", asked.ssh)
     program = problems.of(_words, "--program", asked.program)
-    time_s = problems.of(reading.seconds, asked.time) if asked.time else None
-    memory = problems.of(reading.size, asked.memory) if asked.memory else None
+    time_s = problems.of(reading.seconds, asked.time) if asked.time is not None else None
+    memory = problems.of(reading.size, asked.memory) if asked.memory is not None else None
     options = problems.of(reading.options, asked.options) or {}
     variables = problems.of(reading.variables, asked.variables) or {}
     device = problems.of(_device, asked.device, config)
@@ -97,7 +97,7 @@ def made(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job 
         memory_bytes=memory,
         time_s=time_s,
         gpu=_gpu(device) if asked.device and device else None,
-        image=asked.image,
+        image=asked.image or None,
         volumes=volumes,
         hosts=hosts,
         ssh=words or (),
@@ -120,7 +120,7 @@ def _check_script(asked: Asked, engine: Engine | None, problems: Problems) -> No
     if not asked.command:
         problems.lines.append("submit: no script is given; write: shardkit submit --to ENGINE SCRIPT.py")
         return
-    is_in_image = engine is not None and "--image" in engine.flags and asked.image is not None
+    is_in_image = engine is not None and "--image" in engine.flags and bool(asked.image)
     if is_in_image:
         return
     problems.lines += [
