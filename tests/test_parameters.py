@@ -347,6 +347,20 @@ def test_parts_of_a_sharded_model_are_moved_as_the_whole_is(ranks):
         ]
 
 
+def initialized_again() -> tuple[torch.Tensor, str]:
+    """Values that a script gives to sharded weights by torch's initializations."""
+    model = accelerator_for(1).prepare(Net())
+    nn.init.eye_(model.parts[0].up.weight)
+    wide = model.parts[0].down.weight
+    return model.parts[0].up.weight.full_tensor().detach(), refusal(lambda: nn.init.orthogonal_(wide))
+
+
+def test_sharded_weights_are_initialized_again_or_an_error_says_how(ranks):
+    for values, text in ranks.run(2, initialized_again):
+        assert torch.equal(values, torch.eye(14, 7))
+        assert text.startswith("sharded tensor: it cannot be transposed in place (got t_(), maybe of nn.init.orthog")
+
+
 def numbers_of_parts() -> list[Any]:
     """Of a sharded tensor, as a script logs them: an error in words; of its norm, the number."""
     accelerator, model = accelerator_for(1), Net()

@@ -3,17 +3,19 @@ sharded tensor goes into a plain one; and a sum into what has one element along 
 single output, by a tensor that is whole: the gradient of a penalty (torch takes such a dim for one that is broadcast);
 and between meshes over the same ranks: a library that shards a reference model itself, with `fully_shard(model)`, gets
 a mesh without our names, and then mixes the trained weights into it; and of a norm or another value that is pending:
-`p.grad.norm().clamp_(min=eps)` of adaptive clipping, `norm += eps`. (Checked on torch 2.11 to 2.15.)
+`p.grad.norm().clamp_(min=eps)` of adaptive clipping, `norm += eps`; and the identity of `nn.init.eye_`, which torch
+would write into each rank's part, of another size then. (Checked on torch 2.11 to 2.15.)
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardkit.distributed.tensors import is_dtensor, local_part, whole
+from shardkit.distributed.tensors import is_dtensor, local_part, own_part, whole
+from shardkit.errors import UsageError
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
 from shardkit.sharding.settled import is_pending, is_single, redistributed, settle
 
@@ -30,6 +32,8 @@ def install() -> None:
     """Makes it that of whole tensors. Has an effect once per process."""
     handle((_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor), _change)
     handle(_OF_NUMBERS, _settle)
+    handle((_aten.eye.out, _aten.eye.m_out), _identity)
+    handle((_aten.t_.default, _aten.transpose_.default), _refuse_transposition)
 
 
 def _change(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -59,6 +63,21 @@ def _settle(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     known = settle(tensor.detach())
     tensor._local_tensor, tensor._spec = known._local_tensor, known._spec
     return as_torch_does(operator, args, kwargs)
+
+
+def _identity(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Not collective."""
+    target = kwargs["out"]
+    mine = local_part(target)
+    mine.copy_(own_part(torch.eye(*args, dtype=mine.dtype, device=mine.device), target))
+    return target
+
+
+def _refuse_transposition(*_: Any) -> NoReturn:
+    raise UsageError(
+        "sharded tensor: it cannot be transposed in place (got t_(), maybe of nn.init.orthogonal_); initialize the "
+        "model before prepare, or set whole values, equal on all ranks: weight.data = values."
+    )
 
 
 def _are_over_the_same_ranks(mesh: DeviceMesh, other: DeviceMesh) -> bool:
