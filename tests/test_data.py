@@ -386,6 +386,7 @@ def test_skipping_by_hand_replaces_the_restored_position():
     assert len(list(loaders[0])) == 5
     assert flat(skip_first_batches(prepared(dataset=Flow()), 3)) == list(range(12, 40))
     plain = skip_first_batches(DataLoader(Numbers(), batch_size=4), 9)
+    assert plain.batch_size == 4 and len(plain.dataset) == 40 and len(copy.deepcopy(plain)) == 1
     assert (flat(plain), len(plain)) == ([36, 37, 38, 39], 1)
     with pytest.raises(UsageError, match="must not be negative"):
         skip_first_batches(loaders[0], -1)

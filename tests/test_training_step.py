@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardkit import Accelerator
 from shardkit.errors import UsageError
-from tests.training import BOTH, FULL, loss_of, one_step, parts, plain, weights_of
+from tests.training import BOTH, DDP, FULL, loss_of, one_step, parts, plain, weights_of
 
 
 def unsynced_by_hand(config: dict) -> list[torch.Tensor]:
@@ -80,10 +80,25 @@ def stepped_unsynced(config: dict) -> list[torch.Tensor]:
 SCALED = FULL | {"mixed_precision": "fp16", "shardkit": {"precision": {"init_scale": 64}}}
 
 
-@pytest.mark.parametrize("config", [*BOTH, pytest.param(SCALED, id="fp16")])
-def test_a_step_after_no_sync_alone_reduces_its_gradients(ranks, alone, config):
+HYBRID = FULL | {
+    "fsdp_config": {"fsdp_sharding_strategy": 4},
+    "shardkit": {"mesh": {"replicate_size": 2, "shard_size": 2}},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "world"),
+    [
+        pytest.param(FULL, 2, id="full"),
+        pytest.param(DDP, 2, id="ddp"),
+        pytest.param(SCALED, 2, id="fp16"),
+        pytest.param(HYBRID, 4, id="hybrid"),
+        pytest.param(FULL | {"shardkit": {"ddp_find_unused_parameters": True}}, 2, id="unused"),
+    ],
+)
+def test_a_step_after_no_sync_alone_reduces_its_gradients(ranks, alone, config, world):
     expected = stepped_unsynced({"distributed_type": "NO", "use_cpu": True})
-    for found in ranks.run(2, stepped_unsynced, config):
+    for found in ranks.run(world, stepped_unsynced, config):
         bound = 5e-3 if "mixed_precision" in config else 1e-5
         torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
 

@@ -31,5 +31,10 @@ class _Skipping:
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.loader), self.batches, None)
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
     def __len__(self) -> int:
         return max(0, len(self.loader) - self.batches)
