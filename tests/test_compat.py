@@ -22,7 +22,12 @@ from shardkit import bars
 from shardkit.cli.main import run
 from shardkit.compat import Accelerator, migrate, modules, names, scan
 from shardkit.compat.differences import DIFFERENCES, choices
-from shardkit.compat.handlers import DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs
+from shardkit.compat.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+)
 from shardkit.compat.kinds import DistributedType, PrecisionType
 from shardkit.compat.local_sgd import LocalSGD
 from shardkit.compat.members import MEMBERS
@@ -372,6 +377,14 @@ def states_are_shared_and_reset():
     assert is_initialized() and AcceleratorState().distributed_type == accelerator.distributed_type == "FSDP"
     assert accelerator.state.fsdp_plugin.sharding_strategy == "FULL_SHARD"
     assert "FULL_STATE_DICT" in str(accelerator.state.fsdp_plugin.state_dict_type)
+    plugin = accelerator.state.fsdp_plugin
+    plugin.activation_checkpointing, plugin.auto_wrap_policy, plugin.cpu_offload = False, plugin.auto_wrap_policy, False
+    with pytest.raises(
+        UsageError, match=r"fsdp_plugin\.activation_checkpointing: is fixed when .* \(got True, the run"
+    ):
+        plugin.activation_checkpointing = True
+    with pytest.raises(UsageError, match=r"set fsdp_config\.fsdp_auto_wrap_policy in shardkit\.yaml"):
+        plugin.auto_wrap_policy = "NO_WRAP"
     accelerator.state.fsdp_plugin.set_state_dict_type("SHARDED_STATE_DICT")
     assert accelerator.config.fsdp.state_dict_type == "SHARDED_STATE_DICT"
     accelerator.state.fsdp_plugin.state_dict_type = StateDictType.FULL_STATE_DICT  # torch's
@@ -1061,3 +1074,11 @@ def test_differences_name_what_exists():
     for one in DIFFERENCES:
         assert set(one.names) <= known, one.names
     assert choices() == ["scheduler", "position", "save"]
+
+
+def test_a_handler_that_ends_autocast_for_the_whole_run_is_refused():
+    with pytest.raises(UsageError, match=r"what a run computes in is its mixed precision \(got False\)"):
+        Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)])
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs()])
+    with accelerator.autocast(AutocastKwargs(enabled=False)):
+        assert not torch.is_autocast_enabled("cpu")

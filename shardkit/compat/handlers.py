@@ -51,6 +51,14 @@ class AutocastKwargs(KwargsHandler):
     enabled: bool = True
     cache_enabled: bool | None = None
 
+    def shardkit_settings(self) -> dict[str, Any]:
+        if not self.enabled:
+            raise UsageError(
+                "AutocastKwargs(enabled=...): what a run computes in is its mixed precision (got False); leave it out "
+                "and give mixed_precision='no', or give it to accelerator.autocast(autocast_handler=...) alone."
+            )
+        return {}
+
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
