@@ -22,17 +22,18 @@ log = get_logger(__name__)
 def traced(run: Run, handler: Any = None) -> Iterator[profile]:
     """torch.profiler over the block, configured by `shardkit.profile` or by `handler`, a settings object.
 
-    Each rank writes its trace into the folder (`profile_<rank>.json`; with a schedule `profile_<rank>.<cycle>.json`),
-    for chrome://tracing or ui.perfetto.dev. With a schedule the loop must call `profiler.step()` after each step. A
-    handler's `on_trace_ready(profiler)` replaces writing the file.
+    Where a folder is set, each rank writes its trace into it (`profile_<rank>.json`; with a schedule
+    `profile_<rank>.<cycle>.json`), for chrome://tracing or ui.perfetto.dev. With a schedule the loop must call
+    `profiler.step()` after each step. A handler's `on_trace_ready(profiler)` replaces writing the file.
     """
     section = run.config.shardkit.profile if handler is None else _section_of(handler)
     of_user = getattr(handler, "on_trace_ready", None) or _of_handlers(run)
     folder = _folder(run, section, of_user)
+    writer = None if folder is None else _writer(folder, run.process.rank, bool(section.active))
     with profile(
         activities=_activities(section),
         schedule=_schedule(section),
-        on_trace_ready=of_user or _writer(folder, run.process.rank, bool(section.active)),
+        on_trace_ready=of_user or writer,
         record_shapes=section.record_shapes,
         profile_memory=section.profile_memory,
         with_stack=section.with_stack,
@@ -61,14 +62,15 @@ def _of_handlers(run: Run) -> Callable[[profile], None] | None:
 
 
 def _folder(run: Run, section: ProfileConfig, of_user: Any) -> Path | None:
-    """The folder of the traces; None where the user's code handles them. UsageError where no folder is set."""
+    """The folder of the traces; None where the user's code handles them, or no folder is set."""
     if of_user is not None:
         return None
     if section.folder is None and run.project.logging_dir is None:
-        raise UsageError(
-            "profile: no folder for the traces (got none); set shardkit.profile.folder, or give "
+        log.info(
+            "profile: no traces are written, as no folder is set; set shardkit.profile.folder, or give "
             "Accelerator(project_dir=...)."
         )
+        return None
     folder = on_disk(section.folder, "profile") if section.folder else Path(str(run.project.logging_dir)) / "profile"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -91,13 +93,12 @@ def _schedule(section: ProfileConfig) -> Any:
     )
 
 
-def _writer(folder: Path | None, rank: int, has_cycles: bool) -> Callable[[profile], None]:
+def _writer(folder: Path, rank: int, has_cycles: bool) -> Callable[[profile], None]:
     cycles = 0
 
     def write(profiler: profile) -> None:
         nonlocal cycles
         cycles += 1
-        assert folder is not None
         name = f"profile_{rank}.{cycles}.json" if has_cycles else f"profile_{rank}.json"
         profiler.export_chrome_trace(str(folder / name))
 
