@@ -1,6 +1,7 @@
 """shardkit.compat: every name of accelerate is there or says what to use instead; states, plugins, the facade."""
 
 import inspect
+import io
 import itertools
 import json
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecision, StateDictType
+from torch.distributed.fsdp import ShardingStrategy as Torchs
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.utils.data import BatchSampler, RandomSampler
 
@@ -44,6 +46,7 @@ from shardkit.compat.states import AcceleratorState, PartialState, is_initialize
 from shardkit.compat.touched import TOUCHED
 from shardkit.compat.window import GradientState
 from shardkit.config.keys import resolve_name
+from shardkit.config.schema import ShardingStrategy
 from shardkit.errors import MachineError, UsageError
 from shardkit.runtime import process_control
 from shardkit.runtime.project import ProjectConfiguration
@@ -342,6 +345,23 @@ def test_a_policy_with_its_block_classes_or_its_size_is_read_whole(clean_states)
         found = Accelerator(cpu=True, fsdp_plugin=plugin).config.fsdp
         assert found.auto_wrap_policy == "SIZE_BASED_WRAP"
         assert found.min_num_params == size.get("min_num_params", 2000)
+
+
+def test_torchs_enumerations_are_read_as_their_names(clean_states):
+    for said, strategy in (("_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2"), ("SHARD_GRAD_OP", "SHARD_GRAD_OP")):
+        plugin = FullyShardedDataParallelPlugin(sharding_strategy=Torchs[said])
+        assert plugin.shardkit_settings()["fsdp_config.fsdp_sharding_strategy"] == strategy
+    plugin = FullyShardedDataParallelPlugin(reshard_after_forward=Torchs.SHARD_GRAD_OP)
+    assert Accelerator(cpu=True, fsdp_plugin=plugin).config.fsdp.sharding_strategy == ShardingStrategy.SHARD_GRAD_OP
+
+
+def test_load_takes_an_open_file(tmp_path):
+    load, file = import_module("shardkit.compat.utils").load, io.BytesIO()
+    torch.save({"a": torch.ones(1)}, file)
+    file.seek(0)
+    assert load(file)["a"] == 1
+    with pytest.raises(UsageError, match="not a file of safetensors, JSON or torch"):
+        load(io.BytesIO(b"text"))
 
 
 def test_what_plugins_cannot_say_is_refused_with_all_problems_at_once():

@@ -1,6 +1,5 @@
 """The functions of `accelerate.utils` for nested tensors and collectives, on shardkit's collectives."""
 
-import pickle
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from operator import attrgetter
@@ -266,8 +265,8 @@ def save(obj: Any, f: str | Path, save_on_each_node: bool = False, safe_serializ
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     """Load a file of `save` or torch.save. Pickles are read with `weights_only=True` by default."""
-    path = Path(f)
-    if path.is_file():
+    path = None if hasattr(f, "read") else Path(f)
+    if path is not None and path.is_file():
         try:
             from safetensors.torch import load_file
 
@@ -276,11 +275,13 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
             pass
     try:
         return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
-    except (pickle.UnpicklingError, RuntimeError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # torch's unpickler raises IndexError and others for what is no pickle
         import json
 
         try:
-            return json.loads(path.read_text())
+            return json.loads("" if path is None else path.read_text())
         except ValueError:
             raise UsageError(
                 f"load: {f}: not a file of safetensors, JSON or torch.save (got {error}); give another file."

@@ -44,7 +44,7 @@ _NAME_OF = {
 
 def _name(value: Any) -> Any:
     """The name of an enumeration's member (torch's FSDP1 enumerations are accepted); other values unchanged."""
-    return getattr(value, "name", value)
+    return value.name.lstrip("_") if isinstance(value, Enum) else value
 
 
 @dataclass
@@ -230,6 +230,7 @@ def _precision(policy: Any) -> dict[str, Any]:
 
 _POLICY = ("param_dtype", "reduce_dtype", "output_dtype")
 _READ: dict[str, Callable[[Any], Any]] = {
+    "reshard_after_forward": _name,
     "sharding_strategy": lambda value: _member(ShardingStrategy, read_strategy(_name(value))).value,
     "backward_prefetch": lambda value: _member(BackwardPrefetch, read_prefetch(_name(value))).value,
     "cpu_offload": _offload,
