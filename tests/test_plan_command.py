@@ -16,7 +16,7 @@ from shardkit.errors import UsageError
 from shardkit.model.describe import TransformerFacts
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
-from shardkit.plan import devices, plot, roofline
+from shardkit.plan import devices, measured, plot, roofline
 from shardkit.plan.activations import Loss
 from shardkit.plan.answer import Answer, PlanRequest, check_seq_len, possible_strategies, row, to_json
 from shardkit.plan.answering import SimulationOptions, answer
@@ -870,3 +870,12 @@ def test_a_world_is_on_machines_with_equal_numbers_of_ranks(tmp_path, file, worl
 def test_ranks_that_do_not_fill_the_given_machines_are_refused():
     with pytest.raises(UsageError, match=r"--per-machine: does not divide the number of ranks \(got 8 of 12\)"):
         configuration(None, [], None, 12, 8, None)
+
+
+def test_the_command_beside_a_measurement_plans_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = {"peak_bytes": 1 << 20, "parameter_bytes": 1, "gradient_bytes": 1, "optimizer_bytes": 1}
+    Path("rank0.memory.json").write_text(json.dumps({"rank": 0, "device": "cpu", **sizes}))
+    Path("other.yaml").write_text("num_processes: 4\nuse_cpu: true\n")
+    said = measured.beside_the_plan(Config(num_processes=4), Path("other.yaml"), Path("."))
+    assert said.endswith(": shardkit plan --config other.yaml --model MODULE:FUNCTION --world 4 --measured .")

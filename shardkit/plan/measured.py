@@ -98,9 +98,11 @@ def beside_the_plan(config: Config, path: Path | None, folder: Path) -> str:
     named = comment.in_file(path)
     if not any(folder.glob("rank*.memory.json")):
         return f"--measure: the script left nothing in {folder}; end it with accelerator.end_training()."
-    model = " --model MODULE:FUNCTION" if named is None or path is None else config_flag(path)
+    model = "" if path is None else config_flag(path)
+    model += " --model MODULE:FUNCTION" if named is None else ""
+    ranks = f" --world {config.num_processes}" if config.num_processes > 1 else ""
     more = "--batch-size counts activations too, --simulate --batch a step"
-    hint = f"{more}: shardkit plan{model} --measured {shlex.quote(str(folder))}"
+    hint = f"{more}: shardkit plan{model}{ranks} --measured {shlex.quote(str(folder))}"
     measured = read(folder)
     if named is None:
         return f"measured: peak {measured.peak_bytes / MIB:,.1f} MiB on rank {measured.rank}\nbeside the plan; {hint}"
