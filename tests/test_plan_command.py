@@ -879,3 +879,12 @@ def test_the_command_beside_a_measurement_plans_the_run(tmp_path, monkeypatch):
     Path("other.yaml").write_text("num_processes: 4\nuse_cpu: true\n")
     said = measured.beside_the_plan(Config(num_processes=4), Path("other.yaml"), Path("."))
     assert said.endswith(": shardkit plan --config other.yaml --model MODULE:FUNCTION --world 4 --measured .")
+
+
+@pytest.mark.parametrize(("device", "half"), [("v100-32", "fp16"), ("a100-80", "bf16")])
+def test_the_16_bit_dtype_that_is_offered_is_one_of_the_device(device, half, capsys):
+    model = "gpt:layers=24,hidden=4096,heads=16"
+    flags = ("--world", "8", "--device", device, "--batch-size", "20", "--set", "mixed_precision=no")
+    assert run(["plan", model, *flags, "--strategy", "1"]) == 0
+    offered = capsys.readouterr().out
+    assert set(re.findall(r"mixed_precision: (\w+)", offered)) == {half}

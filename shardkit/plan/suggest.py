@@ -130,7 +130,8 @@ def _candidates(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str,
         text = "shardkit.offload_activations: true (slower steps, host memory)"
         yield text, request.with_config(config.model_copy(update={"shardkit": section}))
     if dtypes(config).param is None:
-        yield "mixed_precision: bf16", request.with_config(config.model_copy(update={"mixed_precision": "bf16"}))
+        half = "fp16" if request.device.lacks_bf16 else "bf16"
+        yield f"mixed_precision: {half}", request.with_config(config.model_copy(update={"mixed_precision": half}))
 
 
 def _other_layouts(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
