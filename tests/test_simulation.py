@@ -407,6 +407,16 @@ def test_a_batch_that_forward_does_not_accept_is_refused_with_the_rule():
         batches.given_loss(fields)(OfDict())
 
 
+def test_the_only_number_of_an_output_is_the_loss():
+    head, scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(2.0))
+    logits = head(torch.ones(2, 4))
+    loss = logits.square().mean()
+    assert batches.loss_in((logits, loss)) is loss
+    assert batches.loss_in({"logits": logits, "total": loss, "step": 1}) is loss
+    for others in ((loss, loss + 1), (scale.exp(),), (scale,)):  # CLIP's temperature is no loss
+        torch.testing.assert_close(batches.loss_in((logits, *others)), logits.mean() + sum(others))
+
+
 def test_weights_alone_cannot_be_simulated(tmp_path):
     from safetensors.torch import save_file
     from torch import zeros
