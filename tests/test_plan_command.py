@@ -381,7 +381,11 @@ def test_no_model_is_refused_with_the_forms(capsys):
             ("--world", "1000000"),
             "--world 1000000, in machines of 8: is too large (got '125000'); write 100000 or less.",
         ),
-        (("--memory", "much"), "--memory: not a size (got 'much'); write 80GiB."),
+        (("--device", "2080ti"), "(got '2080ti'); did you mean h200? If not, give its memory: 80GiB."),
+        (("--device", "GTX 1080 Ti"), "--device: unknown (got 'GTX 1080 Ti'); "),
+        (("--device", "3090 ti"), "--device: unknown (got '3090 ti'); did you mean 3090?"),
+        (("--memory", "2080ti"), "--memory: not the memory of a device (got '2080ti'); write 80GiB."),
+        (("--memory", "much"), "--memory: not the memory of a device (got 'much'); write 80GiB."),
         (("--optimizer", "adamq"), "--optimizer: unknown (got 'adamq'); did you mean adam"),
         (("--optimizer", "lion8bit"), "only adam8bit, adamw8bit, adam4bit, adamw4bit, adamfp8, adamwfp8 are known by"),
         (("--find", "cheapest"), "--find: unknown (got 'cheapest'); use one of max-batch, min-gpus, strategy."),
@@ -421,7 +425,7 @@ def test_all_wrong_flags_are_reported_at_once_before_the_model_is_read(capsys):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--memory", "0GiB"), "--memory: not a size (got '0GiB')"),
+        (("--memory", "0GiB"), "--memory: not the memory of a device (got '0GiB')"),
         (("--device", "0GiB"), "--device: unknown (got '0GiB')"),
         (("--strategy", "all"), "--strategy all: only used in simulations (got no --simulate); add --simulate."),
         (("--measured", "nothing", "--json"), "--measured nothing: no measurement found"),
