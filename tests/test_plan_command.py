@@ -271,6 +271,9 @@ def test_nothing_fits_is_said():
         "92.7 GiB per rank, of which 46.3 are gradients being reduced and 34.3 are gathered units. Use" in fewest.text
     )
     assert "Not even one sequence per rank fits" in largest.text
+    found = find(Question.STRATEGY, request)
+    assert found.value is None
+    assert found.text == "Strategy: 1 FULL_SHARD (least memory; no strategy fits)."
 
 
 def test_a_search_says_where_it_ended():
