@@ -473,6 +473,19 @@ def test_ranks_on_the_cpu_are_planned_for_it(capsys):
     assert "2 ranks, CPU" in out
 
 
+def test_nothing_is_offloaded_from_a_cpu(capsys):
+    """A CPU is the host itself, whether the file or --device says it."""
+    asked = ["--model", SMALL, "--world", "2", "--batch-size", "1", "--json", "--set", "mixed_precision=no"]
+    cpu, offload = ["--device", "cpu", "--memory", "16GiB"], ["--set", "fsdp_config.fsdp_offload_params=true"]
+    strategy = ["--strategy", "FULL_SHARD"]
+    plain = json.loads(plan(capsys, *asked, *strategy, *cpu))["strategies"]
+    assert json.loads(plan(capsys, *asked, *strategy, *cpu, *offload))["strategies"] == plain
+    by_file = json.loads(plan(capsys, *asked, *strategy, "--set", "use_cpu=true", "--memory", "16GiB", *offload))
+    assert by_file["strategies"] == plain
+    small = plan(capsys, *asked[:-3], *asked[-2:], *strategy, "--device", "cpu", "--memory", "1MiB")
+    assert "offload" not in small
+
+
 def test_ten_thousand_ranks(capsys):
     out = plan(
         capsys, "--model", SMALL, "--world", "10000", "--batch-size", "1", "--device", "h100", "--find", "max-batch"

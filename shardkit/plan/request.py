@@ -124,8 +124,8 @@ def build(
 
     Raises the errors of `describe`.
     """
-    if device != devices.find("cpu", device.memory_bytes):
-        config = config.model_copy(update={"use_cpu": False})  # a file for this CPU, a plan for GPUs elsewhere
+    # The file may be for this CPU and the plan for GPUs elsewhere, or the other way round.
+    config = config.model_copy(update={"use_cpu": device == devices.find("cpu", device.memory_bytes)})
     with waiting(f"reading the model {model}"):
         folder = folder_for(model, file)
         description = describe(model, folder=folder)
