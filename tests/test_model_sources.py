@@ -272,6 +272,19 @@ def test_weights_are_described_by_their_headers_alone(tmp_path):
     assert [child.fqn for child in blocks.children] == [f"blocks.{index}" for index in range(12)]
 
 
+def test_weights_in_8_bits_are_counted_and_packed_ones_are_named(tmp_path):
+    state = {f"h.{i}.weight": torch.zeros(4, 8).to(torch.float8_e4m3fn) for i in range(2)}
+    state |= {"h.2.weight": torch.zeros(4, 8).to(torch.float8_e5m2), "norm.weight": torch.zeros(8)}
+    save_file(state, tmp_path / "eight.safetensors")
+    found = describe("eight.safetensors", folder=tmp_path)
+    assert found.numel == 3 * 32 + 8 and len(found.notes) == 1
+    packed = {"q.qweight": torch.zeros(4, 8, dtype=torch.int32), "q.zeros": torch.zeros(2, dtype=torch.int64)}
+    save_file(state | packed, tmp_path / "packed.safetensors")
+    found = describe("packed.safetensors", folder=tmp_path)
+    assert found.numel == 3 * 32 + 8
+    assert found.notes[1].startswith("Not counted: 2 tensors of I32, I64, 34 numbers in all; a weight packed in them")
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x02\x00\x00\x00\x00\x00\x00\x00[]"])
 def test_a_file_that_is_no_safetensors_file(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)

@@ -240,10 +240,10 @@ def test_3_gpus_elsewhere_are_asked_for_and_then_something_fits(folder, capsys):
 
 
 def test_3_any_gpu_by_its_memory(folder, capsys):
-    asked = ["another", "GPU", "another GPU", "lots", "16GiB", "", "", "", "", "save"]
+    asked = ["another", "GPU", "another GPU", "lots", "2080ti", "16GiB", "", "", "", "", "save"]
     assert talk_plainly(asked, CPU_ONLY, model="gpt:layers=32,hidden=4096,heads=32") == 0
     shown = capsys.readouterr().out
-    assert "not a size (got 'lots')" in shown and "it has 16.0 GiB" in shown
+    assert "not a size (got 'lots')" in shown and "not a size (got '2080ti')" in shown and "it has 16.0 GiB" in shown
     assert "--device 16GiB" in shown
 
 

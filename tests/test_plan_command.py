@@ -271,6 +271,9 @@ def test_nothing_fits_is_said():
         "92.7 GiB per rank, of which 46.3 are gradients being reduced and 34.3 are gathered units. Use" in fewest.text
     )
     assert "Not even one sequence per rank fits" in largest.text
+    found = find(Question.STRATEGY, request)
+    assert found.value is None
+    assert found.text == "Strategy: 1 FULL_SHARD (least memory; no strategy fits)."
 
 
 def test_a_search_says_where_it_ended():
@@ -381,7 +384,11 @@ def test_no_model_is_refused_with_the_forms(capsys):
             ("--world", "1000000"),
             "--world 1000000, in machines of 8: is too large (got '125000'); write 100000 or less.",
         ),
-        (("--memory", "much"), "--memory: not a size (got 'much'); write 80GiB."),
+        (("--device", "2080ti"), "(got '2080ti'); did you mean h200? If not, give its memory: 80GiB."),
+        (("--device", "GTX 1080 Ti"), "--device: unknown (got 'GTX 1080 Ti'); "),
+        (("--device", "3090 ti"), "--device: unknown (got '3090 ti'); did you mean 3090?"),
+        (("--memory", "2080ti"), "--memory: not the memory of a device (got '2080ti'); write 80GiB."),
+        (("--memory", "much"), "--memory: not the memory of a device (got 'much'); write 80GiB."),
         (("--optimizer", "adamq"), "--optimizer: unknown (got 'adamq'); did you mean adam"),
         (("--optimizer", "lion8bit"), "only adam8bit, adamw8bit, adam4bit, adamw4bit, adamfp8, adamwfp8 are known by"),
         (("--find", "cheapest"), "--find: unknown (got 'cheapest'); use one of max-batch, min-gpus, strategy."),
@@ -421,7 +428,7 @@ def test_all_wrong_flags_are_reported_at_once_before_the_model_is_read(capsys):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--memory", "0GiB"), "--memory: not a size (got '0GiB')"),
+        (("--memory", "0GiB"), "--memory: not the memory of a device (got '0GiB')"),
         (("--device", "0GiB"), "--device: unknown (got '0GiB')"),
         (("--strategy", "all"), "--strategy all: only used in simulations (got no --simulate); add --simulate."),
         (("--measured", "nothing", "--json"), "--measured nothing: no measurement found"),
@@ -464,6 +471,19 @@ def test_ddp_on_one_rank_is_one_process(capsys):
 def test_ranks_on_the_cpu_are_planned_for_it(capsys):
     out = plan(capsys, "--model", SMALL, "--world", "2", "--set", "distributed_type=MULTI_CPU")
     assert "2 ranks, CPU" in out
+
+
+def test_nothing_is_offloaded_from_a_cpu(capsys):
+    """A CPU is the host itself, whether the file or --device says it."""
+    asked = ["--model", SMALL, "--world", "2", "--batch-size", "1", "--json", "--set", "mixed_precision=no"]
+    cpu, offload = ["--device", "cpu", "--memory", "16GiB"], ["--set", "fsdp_config.fsdp_offload_params=true"]
+    strategy = ["--strategy", "FULL_SHARD"]
+    plain = json.loads(plan(capsys, *asked, *strategy, *cpu))["strategies"]
+    assert json.loads(plan(capsys, *asked, *strategy, *cpu, *offload))["strategies"] == plain
+    by_file = json.loads(plan(capsys, *asked, *strategy, "--set", "use_cpu=true", "--memory", "16GiB", *offload))
+    assert by_file["strategies"] == plain
+    small = plan(capsys, *asked[:-3], *asked[-2:], *strategy, "--device", "cpu", "--memory", "1MiB")
+    assert "offload" not in small
 
 
 def test_ten_thousand_ranks(capsys):

@@ -365,6 +365,57 @@ def batch():
 """
 
 
+COUNTS = """
+import torch
+from torch import nn
+
+class Counting(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(8)]
+        self.kind = kind
+        named = {str(index): block for index, block in enumerate(blocks)}
+        self.layers = nn.ModuleDict(named) if kind == "dict" else nn.ModuleList(blocks)
+        self.mix = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        if self.kind == "dict":
+            for layer in self.layers.values():
+                x = layer(x)
+            return x
+        outputs = [x := layer(x) for layer in self.layers]
+        if self.kind == "zip":
+            return sum(weight * out for weight, out in zip(self.mix, outputs, strict=True))
+        return torch.einsum("n,nbd->bd", self.mix, torch.stack(outputs))
+
+def of_zip():
+    return Counting("zip")
+
+def of_shape():
+    return Counting("shape")
+
+def of_dict():
+    return Counting("dict")
+
+def batch():
+    return torch.zeros(2, 4)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["zip", "shape", "dict"])
+def test_a_model_that_counts_its_blocks_is_simulated_whole(tmp_path, kind):
+    (tmp_path / "counting_model.py").write_text(COUNTS)
+    spec = f"counting_model:of_{kind}"
+    asked = PlanRequest(describe(spec, folder=tmp_path), Config(num_processes=2), 2, 2, DEVICES["cpu"])
+    exact, found = (
+        simulate(asked, batch="counting_model:batch", folder=tmp_path, is_exact=is_exact)[0]
+        for is_exact in (True, False)
+    )
+    assert found.memory == exact.memory
+    assert "Every layer was simulated: the model does not run with fewer." in found.notes
+
+
 def own_model(folder: Path, spec: str = "choosy_model:build") -> PlanRequest:
     (folder / "choosy_model.py").write_text(BAD)
     config = Config(num_processes=2)
@@ -405,6 +456,16 @@ def test_a_batch_that_forward_does_not_accept_is_refused_with_the_rule():
     assert batches.given_loss((fields,))(OfDict())[1] == 1
     with pytest.raises(UsageError, match=r"--batch: .* does not accept it .*: return \(batch,\) for a model that"):
         batches.given_loss(fields)(OfDict())
+
+
+def test_the_only_number_of_an_output_is_the_loss():
+    head, scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(2.0))
+    logits = head(torch.ones(2, 4))
+    loss = logits.square().mean()
+    assert batches.loss_in((logits, loss)) is loss
+    assert batches.loss_in({"logits": logits, "total": loss, "step": 1}) is loss
+    for others in ((loss, loss + 1), (scale.exp(),), (scale,)):  # CLIP's temperature is no loss
+        torch.testing.assert_close(batches.loss_in((logits, *others)), logits.mean() + sum(others))
 
 
 def test_weights_alone_cannot_be_simulated(tmp_path):

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,12 @@ from typing import Any
 from shardkit.errors import ModelError
 from shardkit.model.describe import ModelDescription
 from shardkit.model.tree import ModuleNode, Parameter, by_numbers
+from shardkit.wording import count_text, counted
 
 # https://github.com/huggingface/safetensors#format: 8 bytes little-endian header size, at most 100 MB, then JSON.
 _LARGEST_HEADER_BYTES = 100_000_000
 _MOST_LEVELS = 100  # of modules in each other; the tree is walked by recursion
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FLOATING = ("F", "BF")  # F64 to F8_E4M3 and F4
 
 
 def describe(spec: str, path: Path) -> ModelDescription:
@@ -28,7 +29,8 @@ def describe(spec: str, path: Path) -> ModelDescription:
     entries: dict[str, Any] = {}
     for file in files:
         entries |= read_header(file)
-    parameters = {name: _parameter(name, entry) for name, entry in entries.items() if entry["dtype"] in _DTYPES}
+    floating = {name: entry for name, entry in entries.items() if entry["dtype"].startswith(_FLOATING)}
+    parameters = {name: _parameter(name, entry) for name, entry in floating.items()}
     if not parameters:
         raise ModelError(f"{path}: no floating-point tensor in it; name the file that holds the model's weights.")
     return ModelDescription(
@@ -39,8 +41,20 @@ def describe(spec: str, path: Path) -> ModelDescription:
         notes=(
             "Read from the weights' names: every tensor counts as a trainable fp32 parameter, tied ones once; "
             "activations are unknown.",
+            *_left_out([entry for name, entry in entries.items() if name not in floating]),
         ),
     )
+
+
+def _left_out(entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A note about tensors that are not floating-point."""
+    if entries:
+        dtypes = ", ".join(sorted({entry["dtype"] for entry in entries}))
+        numbers = count_text(sum(prod(entry["shape"]) for entry in entries))
+        yield (
+            f"Not counted: {counted(len(entries), 'tensor')} of {dtypes}, {numbers} numbers in all; a weight packed in "
+            "them (GPTQ, AWQ, bitsandbytes) is missing, so plan with the model's config.json or its unpacked weights."
+        )
 
 
 def read_header(file: Path) -> dict[str, Any]:

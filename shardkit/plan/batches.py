@@ -88,7 +88,7 @@ def given_loss(batch: Any) -> Loss:
 
 
 def loss_in(output: Any) -> torch.Tensor:
-    """The loss in the output; else the sum of the means of all its floating-point tensors."""
+    """The loss in the output, by name or as its only number; else the sum of the means of all its tensors."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(found, torch.Tensor):
         return found
@@ -101,7 +101,16 @@ def loss_in(output: Any) -> torch.Tensor:
         raise UsageError(
             "--batch: no tensor of the model's output requires a gradient (got none); train some parameters."
         )
-    return torch.stack([tensor.float().mean() for tensor in tensors]).sum()
+    numbers = [tensor for tensor in tensors if tensor.dim() == 0 and not _is_a_parameter(tensor)]
+    return numbers[0] if len(numbers) == 1 else torch.stack([tensor.float().mean() for tensor in tensors]).sum()
+
+
+def _is_a_parameter(number: torch.Tensor) -> bool:
+    """Whether it is a parameter or a function of it alone, such as the temperature beside CLIP's embeddings."""
+    node = number.grad_fn
+    while node is not None and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    return node is None or not node.next_functions
 
 
 def transformers_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from shardkit.sizes import GIB, MIB, read_bytes
 RESERVE_BYTES = 2 * GIB
 # Part of a device that should stay free for fragmentation and peaks before a strategy is suggested.
 SPARE = 0.2
+LARGEST_BYTES = 10 * 2**40
+"""More than this is no device's memory."""
 
 
 @dataclass(frozen=True)
@@ -212,13 +214,19 @@ def find(name: str, memory_bytes: int | None = None) -> Device:
     matches = [known for known in DEVICES if known == key or known.startswith(f"{key}-")]
     if matches:
         device = DEVICES[matches[-1]]
-    elif (size := read_bytes(name)) is not None:
+    elif (size := memory_in(name)) is not None:
         device = Device(f"device of {name.strip()}", size, {})
     else:
         near = get_close_matches(key, [*DEVICES, *(known.rpartition("-")[0] for known in DEVICES)], 1)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(DEVICES)}, or its memory: 80GiB."
-        raise UsageError(f"--device: unknown (got {name!r}); {hint}")
+        hint = f"did you mean {near[0]}? If not," if near else f"use one of {', '.join(DEVICES)}, or"
+        raise UsageError(f"--device: unknown (got {name!r}); {hint} give its memory: 80GiB.")
     return device if memory_bytes is None else replace(device, memory_bytes=memory_bytes)
+
+
+def memory_in(text: str) -> int | None:
+    """The bytes of a device's memory, as 80GiB; None for other text, such as the GPU 2080 Ti, and for other sizes."""
+    size = read_bytes(text)
+    return None if size is None or size > LARGEST_BYTES else size
 
 
 def of_hardware(name: str, memory_bytes: int | None) -> Device:

@@ -18,7 +18,6 @@ from shardkit.plan.answer import PlanRequest
 from shardkit.plan.averages import Ema
 from shardkit.plan.devices import Device
 from shardkit.problems import Problems
-from shardkit.sizes import read_bytes
 from shardkit.spinner import waiting
 
 _STRATEGY = "fsdp_config.fsdp_sharding_strategy"
@@ -125,8 +124,8 @@ def build(
 
     Raises the errors of `describe`.
     """
-    if device != devices.find("cpu", device.memory_bytes):
-        config = config.model_copy(update={"use_cpu": False})  # a file for this CPU, a plan for GPUs elsewhere
+    # The file may be for this CPU and the plan for GPUs elsewhere, or the other way round.
+    config = config.model_copy(update={"use_cpu": device == devices.find("cpu", device.memory_bytes)})
     with waiting(f"reading the model {model}"):
         folder = folder_for(model, file)
         description = describe(model, folder=folder)
@@ -155,9 +154,9 @@ def _without_class_names(config: Config) -> Config:
 def device_of(config: Config, name: str | None, memory: str | None) -> Device:
     """The device of this name, else the configuration's CPU, else this machine's, else an H100; with this memory."""
     problems = Problems()
-    size = read_bytes(memory) if memory else None
+    size = devices.memory_in(memory) if memory else None
     if memory and size is None:
-        problems.add(f"--memory: not a size (got {memory!r}); write 80GiB.")
+        problems.add(f"--memory: not the memory of a device (got {memory!r}); write 80GiB.")
     named = None if name is None else problems.of(devices.find, name, size)
     problems.raise_all()
     if named is not None:

@@ -168,7 +168,7 @@ def _fewest(fits: Callable[[int], bool], ranks_per_machine: int) -> int | None:
 
 
 def strategy(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
-    """The suggested strategy."""
+    """The suggested strategy; the value is None if it does not fit."""
     under = partial(with_strategy, request.config)
     rows = [evaluate(request.with_config(under(each))) for each in possible_strategies(request)]
     found, reason = suggest_from(rows, request.device)
@@ -176,4 +176,7 @@ def strategy(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
         raise UsageError(
             f"--find strategy: no strategy can be suggested ({reason}); add --simulate, which counts everything."
         )
-    return Finding("strategy", found.value, f"Strategy: {found.number} {found.value} ({reason}).")
+    fits = next(each.fits for each in rows if each.strategy is found)
+    return Finding(
+        "strategy", None if fits is False else found.value, f"Strategy: {found.number} {found.value} ({reason})."
+    )

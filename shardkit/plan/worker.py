@@ -92,15 +92,17 @@ def simulated(job: Job, config: Config) -> tuple[Step, str | None]:
         return _step(job, config, [], []), None
     base = [repeats.KEPT] * len(runs)
     lengths = [base, *([repeats.MORE if i == n else repeats.KEPT for i in range(len(runs))] for n in range(len(runs)))]
-    if not all(_is_cut_alike(job, config, tree, runs, kept) for kept in lengths):
-        return _step(job, config, [], []), "Every layer was simulated: fewer layers would be divided into other units."
+    moments, reason = None, "the model does not run with fewer"
     try:
-        short, *longer = (_step(job, config, runs, kept) for kept in lengths)
-        moments = repeats.whole_step(runs, short.moments, [step.moments for step in longer])
-    except IndexError:  # the model's forward counts its blocks
-        moments = None
+        if all(_is_cut_alike(job, config, tree, runs, kept) for kept in lengths):
+            short, *longer = (_step(job, config, runs, kept) for kept in lengths)
+            moments = repeats.whole_step(runs, short.moments, [step.moments for step in longer])
+        else:
+            reason = "fewer layers would be divided into other units"
+    except Exception:  # the model counts its blocks, or names them; an error of another cause comes again below
+        gc.collect()
     if moments is None:
-        return _step(job, config, [], []), "Every layer was simulated: the model does not run with fewer."
+        return _step(job, config, [], []), f"Every layer was simulated: {reason}."
     host_bytes = short.host_bytes + sum(
         (step.host_bytes - short.host_bytes) * (run.length - repeats.KEPT)
         for run, step in zip(runs, longer, strict=True)

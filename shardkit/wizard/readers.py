@@ -7,7 +7,7 @@ from shardkit.config import host_port
 from shardkit.config.schema import MOST, SEEDS, read_count, read_names
 from shardkit.digits import number_in
 from shardkit.model import sources
-from shardkit.sizes import read_bytes
+from shardkit.plan.devices import memory_in
 from shardkit.wizard.options import class_options
 from shardkit.wizard.situation import HERE, SEVERAL, Situation
 
@@ -78,7 +78,7 @@ def processes_per_machine(s: Situation, typed: str) -> int:
 
 def gpu_memory(s: Situation, typed: str) -> str:
     """The memory of one GPU, such as 48GiB."""
-    if not read_bytes(typed):
+    if not memory_in(typed):
         raise ValueError(f"not a size (got {typed!r}); give the memory of one GPU, like 48GiB.")
     return typed
 
