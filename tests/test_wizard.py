@@ -476,6 +476,33 @@ def test_ctrl_c_writes_nothing_and_the_next_run_resumes(folder, capsys):
     assert talk(ENTER + STOP) == 130
 
 
+@pytest.mark.parametrize("model", ["", f"# model: {SMALL_GPT}\n"])
+def test_a_stopped_edit_is_resumed_with_the_values_that_the_file_has_by_then(folder, model):
+    """The draft had all values of the file too, which replaced what was written into it since."""
+    path = folder / "shardkit.yaml"
+    path.write_text(model + OURS)
+    assert talk_plainly(["edit", "change", "sharding", "2", "done"]) == 130
+    path.write_text(path.read_text().replace("processes: 8", "processes: 4").replace(": bf16", ": 'no'"))
+    edited = path.read_text()
+    assert talk_plainly(["resume", "edit", "save"]) == 0
+    assert path.read_text() == edited.replace("FULL_SHARD", "SHARD_GRAD_OP")
+
+
+def test_a_model_given_to_a_stopped_edit_is_resumed(folder):
+    """The file's own one came back."""
+    other = SMALL_GPT.replace("layers=4", "layers=2")
+    (folder / "shardkit.yaml").write_text(f"# model: {SMALL_GPT}\n{OURS}")
+    assert talk_plainly(["edit", "change", "model", other, "done"]) == 130
+    assert talk_plainly(["resume", "edit", "save"]) == 0
+    assert (folder / "shardkit.yaml").read_text() == f"# model: {other}\n{OURS}"
+
+
+def test_an_edit_without_another_answer_leaves_nothing_to_resume(folder, capsys):
+    (folder / "shardkit.yaml").write_text(OURS)
+    assert talk_plainly(["edit", "change", "sharding", "2", "sharding", "1", "done"]) == 130
+    assert "stopped, nothing was written.\n" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_answers_for_another_file_are_kept(folder):
     assert talk(ENTER * 2 + "4" + ENTER + STOP) == 130
