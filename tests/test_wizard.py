@@ -378,6 +378,13 @@ def test_editing_without_a_change_leaves_the_text_as_it_is(folder):
     assert (folder / "shardkit.yaml").read_text() == OURS
 
 
+def test_a_value_that_is_not_typed_that_way_is_kept_by_enter(folder):
+    text = "distributed_type: XLA\nnum_processes: 8\ntpu_env:\n- LIBTPU_INIT_ARGS=--xla_a=1,--xla_b=2\n- DEBUG=1\n"
+    (folder / "shardkit.yaml").write_text(text)
+    assert talk_plainly(["edit", "advanced", "tpu env", "", "done", "save"]) == 0
+    assert (folder / "shardkit.yaml").read_text() == text
+
+
 def test_saving_without_a_change_keeps_the_backup_of_the_last_change(folder):
     (folder / "shardkit.yaml").write_text(OURS)
     assert talk_plainly(["edit", "change", "sharding", "2", "done", "save"]) == 0
