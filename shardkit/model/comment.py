@@ -18,8 +18,15 @@ def read(text: str) -> str | None:
         return None
     if found["rest"][0] in "'\"":  # a path with spaces
         with suppress(ValueError):
-            return shlex.split(found["rest"])[0]
+            return _first_word(found["rest"])
     return found["rest"].split()[0]
+
+
+def _first_word(text: str) -> str | None:
+    """The first of the words that shlex.split gives; what follows may have a quote of its own. Raises ValueError."""
+    words = shlex.shlex(text, posix=True)
+    words.whitespace_split, words.commenters = True, ""
+    return words.get_token()
 
 
 def in_file(path: Path | None) -> str | None:
