@@ -378,6 +378,16 @@ def test_editing_without_a_change_leaves_the_text_as_it_is(folder):
     assert (folder / "shardkit.yaml").read_text() == OURS
 
 
+def test_a_remark_beside_the_model_stays_as_long_as_the_model_does(folder):
+    path = folder / "shardkit.yaml"
+    path.write_text(f"# model: {SMALL_GPT}   # our small one\n{OURS}")
+    assert talk_plainly(["edit", "save"]) == 0
+    assert path.read_text() == f"# model: {SMALL_GPT}   # our small one\n{OURS}"
+    other = SMALL_GPT.replace("layers=4", "layers=2")
+    assert talk_plainly(["edit", "save"], model=other) == 0
+    assert path.read_text() == f"# model: {other}\n{OURS}"
+
+
 def test_a_value_that_is_not_typed_that_way_is_kept_by_enter(folder):
     text = "distributed_type: XLA\nnum_processes: 8\ntpu_env:\n- LIBTPU_INIT_ARGS=--xla_a=1,--xla_b=2\n- DEBUG=1\n"
     (folder / "shardkit.yaml").write_text(text)

@@ -35,7 +35,10 @@ def in_file(path: Path | None) -> str | None:
 
 
 def write(text: str, spec: str) -> str:
-    """The file's text with that line replaced, or inserted after the comment lines at the top."""
+    """The file's text with that line replaced, or inserted after the comment lines at the top; as it is where it names
+    that model already."""
+    if read(text) == spec:
+        return text
     line = f"# model: {spec if _WORD.fullmatch(spec) else shlex.quote(spec)}"
     if _LINE.search(text):
         return _LINE.sub(lambda _: line, text, count=1)
