@@ -388,6 +388,15 @@ def test_a_remark_beside_the_model_stays_as_long_as_the_model_does(folder):
     assert path.read_text() == f"# model: {other}\n{OURS}"
 
 
+def test_suggested_details_of_a_stopped_edit_are_resumed(folder):
+    """The file's own details came back."""
+    path = folder / "shardkit.yaml"
+    path.write_text(OURS.replace("  fsdp_sharding", "  fsdp_offload_params: true\n  fsdp_sharding"))
+    assert talk_plainly(["edit", "change", "FSDP details", "1", "done"]) == 130
+    assert talk_plainly(["resume", "edit", "save"]) == 0
+    assert path.read_text() == OURS.replace("  fsdp_sharding", "  fsdp_offload_params: false\n  fsdp_sharding")
+
+
 def test_a_value_that_is_not_typed_that_way_is_kept_by_enter(folder):
     text = "distributed_type: XLA\nnum_processes: 8\ntpu_env:\n- LIBTPU_INIT_ARGS=--xla_a=1,--xla_b=2\n- DEBUG=1\n"
     (folder / "shardkit.yaml").write_text(text)
