@@ -126,6 +126,7 @@ WRITTEN_BY_HAND = [
     "distributed_type: FSDP\nnum_processes: 1\nfsdp_config:\n  fsdp_offload_params: true\n",
     "num_processes: 4\nuse_cpu: true\nmixed_precision: fp16\n",
     "num_processes: 4\nnum_machines: 2\n",
+    "num_processes: 4\nnum_machines: 2\nmain_process_ip: node-a\nmain_process_port: 0\n",
     "num_processes: 4\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n",
     "num_processes: 4\nfsdp_config:\n  fsdp_sharding_strategy: 4\nshardkit:\n  mesh:\n    replicate_size: 2\n",
     "num_processes: 4\nmain_process_port: 3000\ngpu_ids: 0,1,2,3\n",

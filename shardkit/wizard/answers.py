@@ -69,7 +69,9 @@ def is_possible(question: Question, situation: Situation, value: Any) -> bool:
 
 
 def _own(config: Config, question: Question) -> Any:
-    """The configuration's value of the setting that a question asks for."""
+    """The configuration's value of what a question asks for: a setting, or the address, which two of them hold."""
+    if question.key == "address":
+        return _address(config.main_process_ip, config.main_process_port)
     return _plain(attrgetter(question.key)(config))
 
 
@@ -154,11 +156,10 @@ def from_config(config: Config, situation: Situation) -> dict[str, Any]:
     """The answers that result in `config`, and those that it has for questions which do not apply yet."""
     given: dict[str, Any] = {}
     for question in QUESTIONS:
-        if question.key in _SETTINGS:
+        if question.key in _SETTINGS or question.key == "address":
             given[question.key] = _own(config, question)
     given["where"] = _place(config, situation)
     given["processes_per_machine"] = config.processes_per_machine
-    given["address"] = _address(config.main_process_ip, config.main_process_port)
     if config.distributed_type in _DDP:
         given["fsdp.sharding_strategy"] = ShardingStrategy.NO_SHARD.value
     if config.distributed_type is DistributedType.MULTI_CPU:

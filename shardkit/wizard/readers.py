@@ -95,7 +95,7 @@ def address(s: Situation, typed: str) -> str | None:
     if host_port.problem_of_host(host):
         raise ValueError(f"not an address (got {typed!r}); give a name or IP, and a port if wanted: node-a:29500.")
     if port is not None and not 1 <= port <= 65535:
-        raise ValueError(f"port out of range (got {port}); give 1 to 65535.")
+        raise FormError(f"port out of range (got {port}); give 1 to 65535.")
     return typed
 
 
