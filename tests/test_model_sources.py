@@ -317,11 +317,15 @@ def test_the_comment_that_names_the_model():
     assert again.count("# model:") == 1
 
 
-@pytest.mark.parametrize("spec", ["my models/config.json", "it's/config.json", "C:\\models\\gpt"])
+@pytest.mark.parametrize(
+    "spec", ["my models/config.json", "it's/config.json", "it's my 'own' one/config.json", "a 'b c'", "C:\\models\\gpt"]
+)
 def test_the_comment_holds_a_path_of_any_characters(spec):
     named = comment.write("# ours\r\nmixed_precision: bf16\r\n", spec)
     assert named.startswith("# ours\r\n# model: ") and named.endswith("\r\nmixed_precision: bf16\r\n")
     assert comment.read(named) == spec
+    remarked = named.replace("\r\nmixed", """  # it's the small one, "ours\r\nmixed""")
+    assert comment.read(remarked) == spec
     assert comment.write(named, "mine:build") == "# ours\r\n# model: mine:build\r\nmixed_precision: bf16\r\n"
 
 

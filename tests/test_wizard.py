@@ -378,6 +378,32 @@ def test_editing_without_a_change_leaves_the_text_as_it_is(folder):
     assert (folder / "shardkit.yaml").read_text() == OURS
 
 
+def test_a_remark_beside_the_model_stays_as_long_as_the_model_does(folder):
+    path = folder / "shardkit.yaml"
+    path.write_text(f"# model: {SMALL_GPT}   # our small one\n{OURS}")
+    assert talk_plainly(["edit", "save"]) == 0
+    assert path.read_text() == f"# model: {SMALL_GPT}   # our small one\n{OURS}"
+    other = SMALL_GPT.replace("layers=4", "layers=2")
+    assert talk_plainly(["edit", "save"], model=other) == 0
+    assert path.read_text() == f"# model: {other}\n{OURS}"
+
+
+def test_suggested_details_of_a_stopped_edit_are_resumed(folder):
+    """The file's own details came back."""
+    path = folder / "shardkit.yaml"
+    path.write_text(OURS.replace("  fsdp_sharding", "  fsdp_offload_params: true\n  fsdp_sharding"))
+    assert talk_plainly(["edit", "change", "FSDP details", "1", "done"]) == 130
+    assert talk_plainly(["resume", "edit", "save"]) == 0
+    assert path.read_text() == OURS.replace("  fsdp_sharding", "  fsdp_offload_params: false\n  fsdp_sharding")
+
+
+def test_a_value_that_is_not_typed_that_way_is_kept_by_enter(folder):
+    text = "distributed_type: XLA\nnum_processes: 8\ntpu_env:\n- LIBTPU_INIT_ARGS=--xla_a=1,--xla_b=2\n- DEBUG=1\n"
+    (folder / "shardkit.yaml").write_text(text)
+    assert talk_plainly(["edit", "advanced", "tpu env", "", "done", "save"]) == 0
+    assert (folder / "shardkit.yaml").read_text() == text
+
+
 def test_saving_without_a_change_keeps_the_backup_of_the_last_change(folder):
     (folder / "shardkit.yaml").write_text(OURS)
     assert talk_plainly(["edit", "change", "sharding", "2", "done", "save"]) == 0
@@ -474,6 +500,33 @@ def test_ctrl_c_writes_nothing_and_the_next_run_resumes(folder, capsys):
     assert talk(ENTER + ENTER * 4) == 0
     assert saved(folder)["num_processes"] == 4
     assert talk(ENTER + STOP) == 130
+
+
+@pytest.mark.parametrize("model", ["", f"# model: {SMALL_GPT}\n"])
+def test_a_stopped_edit_is_resumed_with_the_values_that_the_file_has_by_then(folder, model):
+    """The draft had all values of the file too, which replaced what was written into it since."""
+    path = folder / "shardkit.yaml"
+    path.write_text(model + OURS)
+    assert talk_plainly(["edit", "change", "sharding", "2", "done"]) == 130
+    path.write_text(path.read_text().replace("processes: 8", "processes: 4").replace(": bf16", ": 'no'"))
+    edited = path.read_text()
+    assert talk_plainly(["resume", "edit", "save"]) == 0
+    assert path.read_text() == edited.replace("FULL_SHARD", "SHARD_GRAD_OP")
+
+
+def test_a_model_given_to_a_stopped_edit_is_resumed(folder):
+    """The file's own one came back."""
+    other = SMALL_GPT.replace("layers=4", "layers=2")
+    (folder / "shardkit.yaml").write_text(f"# model: {SMALL_GPT}\n{OURS}")
+    assert talk_plainly(["edit", "change", "model", other, "done"]) == 130
+    assert talk_plainly(["resume", "edit", "save"]) == 0
+    assert (folder / "shardkit.yaml").read_text() == f"# model: {other}\n{OURS}"
+
+
+def test_an_edit_without_another_answer_leaves_nothing_to_resume(folder, capsys):
+    (folder / "shardkit.yaml").write_text(OURS)
+    assert talk_plainly(["edit", "change", "sharding", "2", "sharding", "1", "done"]) == 130
+    assert "stopped, nothing was written.\n" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from shardkit.launch.spec import launch_spec
 from shardkit.model.sources import describe
 from shardkit.wizard import commands
 from shardkit.wizard.answers import from_config, settle, to_config
-from shardkit.wizard.questions import QUESTIONS
+from shardkit.wizard.questions import QUESTIONS, by_key
 from shardkit.wizard.situation import Situation
 from tests.wizard_talk import CPU_ONLY, EIGHT_GPUS, OLD_GPUS, SMALL_GPT
 
@@ -126,11 +126,15 @@ WRITTEN_BY_HAND = [
     "distributed_type: FSDP\nnum_processes: 1\nfsdp_config:\n  fsdp_offload_params: true\n",
     "num_processes: 4\nuse_cpu: true\nmixed_precision: fp16\n",
     "num_processes: 4\nnum_machines: 2\n",
+    "num_processes: 4\nnum_machines: 2\nmain_process_ip: node-a\nmain_process_port: 0\n",
     "num_processes: 4\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n",
     "num_processes: 4\nfsdp_config:\n  fsdp_sharding_strategy: 4\nshardkit:\n  mesh:\n    replicate_size: 2\n",
     "num_processes: 4\nmain_process_port: 3000\ngpu_ids: 0,1,2,3\n",
     "xla: true\nnum_processes: 8\nfsdp_config:\n  fsdp_sharding_strategy: 2\n  fsdp_transformer_layer_cls_to_wrap: A\n"
     "xla_fsdp_settings:\n  compute_dtype: bfloat16\n",
+    "distributed_type: XLA\nnum_processes: 8\nmain_training_function: pkg.main\n"
+    "tpu_env: ['LIBTPU_INIT_ARGS=--xla_a=1,--xla_b=2', 'my.path=/a:/b']\n",
+    "num_processes: 4\nfsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: my.Block\n",
 ]
 SHIPPED = [*templates.folder().glob("*.yaml"), *(Path(__file__).parent / "data" / "config").glob("example*.yaml")]
 
@@ -146,6 +150,17 @@ def test_enter_all_the_way_through_an_existing_file_changes_nothing(text):
     for hardware in (CPU_ONLY, EIGHT_GPUS, OLD_GPUS):
         base = Situation(hardware, base=config, has_base=True)
         assert to_config(settle(base, from_config(config, base))) == config
+
+
+def test_a_files_own_form_of_a_value_is_kept_but_not_taken_for_an_answer():
+    """It became the default: what is typed is split at commas, what a file has is not."""
+    config = files.read_text(WRITTEN_BY_HAND[-2]).config
+    base = Situation(EIGHT_GPUS, base=config, has_base=True)
+    answers = from_config(config, base)
+    assert settle(base, answers | {"tpu_env": ["A=1"]}).answers["tpu_env"] == ["A=1"]
+    assert settle(base, answers | {"tpu_env": ["A=1,--b"]}).answers["tpu_env"] == []
+    with pytest.raises(ValueError, match="not NAME=value"):
+        by_key("tpu_env").check(base, "A=1,--b")
 
 
 OPENED = [

@@ -18,8 +18,15 @@ def read(text: str) -> str | None:
         return None
     if found["rest"][0] in "'\"":  # a path with spaces
         with suppress(ValueError):
-            return shlex.split(found["rest"])[0]
+            return _first_word(found["rest"])
     return found["rest"].split()[0]
+
+
+def _first_word(text: str) -> str | None:
+    """The first of the words that shlex.split gives; what follows may have a quote of its own. Raises ValueError."""
+    words = shlex.shlex(text, posix=True)
+    words.whitespace_split, words.commenters = True, ""
+    return words.get_token()
 
 
 def in_file(path: Path | None) -> str | None:
@@ -28,7 +35,10 @@ def in_file(path: Path | None) -> str | None:
 
 
 def write(text: str, spec: str) -> str:
-    """The file's text with that line replaced, or inserted after the comment lines at the top."""
+    """The file's text with that line replaced, or inserted after the comment lines at the top; as it is where it names
+    that model already."""
+    if read(text) == spec:
+        return text
     line = f"# model: {spec if _WORD.fullmatch(spec) else shlex.quote(spec)}"
     if _LINE.search(text):
         return _LINE.sub(lambda _: line, text, count=1)

@@ -13,7 +13,7 @@ from shardkit.config.schema import Config, DistributedType, ShardingStrategy
 from shardkit.wizard import conditions
 from shardkit.wizard.question import Question
 from shardkit.wizard.questions import QUESTIONS
-from shardkit.wizard.readers import split_address
+from shardkit.wizard.readers import FormError, split_address
 from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, SLURM, TPU, Situation
 
 _DEFAULTS = {key.name: getattr(key.default, "value", key.default) for key in all_keys().values()}
@@ -61,9 +61,18 @@ def is_possible(question: Question, situation: Situation, value: Any) -> bool:
         return any(option.value == value and not option.disabled for option in question.options(situation))
     try:
         read = question.check(situation, typed(question, value))
+    except FormError:
+        return situation.has_base and value == _own(situation.base, question)
     except ValueError:
         return False
     return read == value if value in (None, []) else True
+
+
+def _own(config: Config, question: Question) -> Any:
+    """The configuration's value of what a question asks for: a setting, or the address, which two of them hold."""
+    if question.key == "address":
+        return _address(config.main_process_ip, config.main_process_port)
+    return _plain(attrgetter(question.key)(config))
 
 
 def typed(question: Question, value: Any) -> str:
@@ -147,11 +156,10 @@ def from_config(config: Config, situation: Situation) -> dict[str, Any]:
     """The answers that result in `config`, and those that it has for questions which do not apply yet."""
     given: dict[str, Any] = {}
     for question in QUESTIONS:
-        if question.key in _SETTINGS:
-            given[question.key] = _plain(attrgetter(question.key)(config))
+        if question.key in _SETTINGS or question.key == "address":
+            given[question.key] = _own(config, question)
     given["where"] = _place(config, situation)
     given["processes_per_machine"] = config.processes_per_machine
-    given["address"] = _address(config.main_process_ip, config.main_process_port)
     if config.distributed_type in _DDP:
         given["fsdp.sharding_strategy"] = ShardingStrategy.NO_SHARD.value
     if config.distributed_type is DistributedType.MULTI_CPU:

@@ -186,9 +186,9 @@ def ask(session: Conversation, question: Question) -> None:
 
 
 def _forget_details(session: Conversation) -> None:
-    for question in QUESTIONS:
-        if question.asked is conditions.each_detail:
-            session.given.pop(question.key, None)
+    """Sets the details that were given to their default."""
+    details = {question.key for question in QUESTIONS if question.asked is conditions.each_detail}
+    _follow(session, {key for key in details if session.given.pop(key, ...) is not ...})
 
 
 def shown(question: Question, situation: Situation, value: Any) -> str:

@@ -14,6 +14,10 @@ from shardkit.wizard.situation import HERE, SEVERAL, Situation
 NONE_WORDS = {"none", "no", "-"}
 
 
+class FormError(ValueError):
+    """The text is not in the form in which such answers are typed; a file's value need not be."""
+
+
 def in_range(typed: str, low: int, high: int) -> int:
     """A whole number: 2, 1e8, 100M, 100,000,000."""
     number = read_count(typed)
@@ -91,7 +95,7 @@ def address(s: Situation, typed: str) -> str | None:
     if host_port.problem_of_host(host):
         raise ValueError(f"not an address (got {typed!r}); give a name or IP, and a port if wanted: node-a:29500.")
     if port is not None and not 1 <= port <= 65535:
-        raise ValueError(f"port out of range (got {port}); give 1 to 65535.")
+        raise FormError(f"port out of range (got {port}); give 1 to 65535.")
     return typed
 
 
@@ -111,13 +115,13 @@ def _port(text: str) -> int:
 def classes(s: Situation, typed: str) -> list[str]:
     """Comma-separated class names; only the model's classes if they are known."""
     names = [] if typed.lower() in NONE_WORDS else read_names(typed)
-    wrong = [name for name in names if not name.isidentifier()]
-    if wrong:
-        raise ValueError(f"not a class name (got {wrong[0]!r}); give names with commas, like BertLayer, T5Block.")
     known = {option.value for option in class_options(s)}
     missing = [name for name in names if known and name not in known]
     if missing:
         raise ValueError(f"not a class of the model (got {missing[0]}); choose among {', '.join(sorted(known))}.")
+    wrong = [name for name in names if not name.isidentifier()]
+    if wrong:
+        raise FormError(f"not a class name (got {wrong[0]!r}); give names with commas, like BertLayer, T5Block.")
     return names
 
 
@@ -126,7 +130,7 @@ def pairs(s: Situation, typed: str) -> list[str]:
     found = names(s, typed)
     wrong = [pair for pair in found if not pair.partition("=")[0].isidentifier() or "=" not in pair]
     if wrong:
-        raise ValueError(f"not NAME=value (got {wrong[0]!r}); give pairs with commas, like XLA_USE_SPMD=1, DEBUG=0.")
+        raise FormError(f"not NAME=value (got {wrong[0]!r}); give pairs with commas, like XLA_USE_SPMD=1, DEBUG=0.")
     return found
 
 
@@ -143,5 +147,5 @@ def commands(s: Situation, typed: str) -> list[str]:
 def identifier(s: Situation, typed: str) -> str:
     """The name of a function."""
     if not typed.isidentifier():
-        raise ValueError(f"not a function's name (got {typed!r}); give one like main.")
+        raise FormError(f"not a function's name (got {typed!r}); give one like main.")
     return typed

@@ -3,6 +3,7 @@
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,14 +134,20 @@ def _begin(options: WizardOptions, prompter: Prompter, path: Path, hardware: Har
     former, config = _former(prompter, path, options)
     known = config or _from_accelerate(prompter, path, options)
     situation = Situation(hardware, base=known or Config(), has_base=known is not None, folder=options.folder)
-    given = from_config(known, situation) if known is not None else {}
-    spec = options.model or (comment.read(former) if former else None)
-    given |= resumed | ({"model": spec} if spec else {})
+    own = from_config(known, situation) if known is not None else {}
+    if spec := comment.read(former) if former else None:
+        own["model"] = spec
+    given = own | resumed | ({"model": options.model} if options.model else {})
     session = Conversation(prompter, situation, ModelReader(options.folder), given)
     session.model_is_asked = options.model is None
-    session.on_answer = lambda answers: draft.keep(path, dict(answers))
+    session.on_answer = lambda answers: draft.keep(path, _others(answers, own))
     _read_named_model(session, is_edited=known is not None)
     return _Begun(session, Target(path, former, options.dry_run, content_of(path)), bool(resumed), known is not None)
+
+
+def _others(answers: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The answers other than the file's own, which is read again when the run is resumed."""
+    return {key: value for key, value in answers.items() if key not in own or value != own[key]}
 
 
 def _read_named_model(session: Conversation, is_edited: bool) -> None:
