@@ -67,7 +67,7 @@ def counted_at_a_save(config: dict) -> list[tuple[int, int, int]]:
             at_step = accelerator.counters.state_dict()
             found.append((at_step["step"], at_step["samples_seen"], accelerator.counters.samples_seen))
     accelerator.counters.load_state_dict({"step": 5, "samples_seen": 60})
-    assert accelerator.counters.state_dict() == {"step": 5, "samples_seen": 60}
+    assert accelerator.counters.state_dict() == {"step": 5, "samples_seen": 60, "loaders": 1}
     return found
 
 
@@ -331,3 +331,22 @@ def test_a_loader_made_in_each_round_is_dropped_with_its_data_and_has_an_order_o
     with pytest.raises(CheckpointError, match=r"loader\.0: the checkpoint has its position, but it is not prepared"):
         accelerator.resume()
     assert accelerator.resume(data_position=False) and kept
+
+
+def test_a_resumed_run_that_makes_a_loader_in_each_round_goes_on_with_the_order_of_the_next(alone, tmp_path):
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    settings = {"use_cpu": True, "shardkit": {"seed": 0, "checkpoint": {"resume": "auto"}}}
+
+    def rounds(accelerator: Accelerator, number: int) -> list[list[float]]:
+        made = (DataLoader(TensorDataset(torch.arange(20.0)), shuffle=True) for _ in range(number))
+        return [torch.cat([values for (values,) in accelerator.prepare(one)]).tolist() for one in made]
+
+    whole = rounds(Accelerator(config=settings), 5)
+    accelerator = Accelerator(config=settings, project_config=project)
+    kept = accelerator.prepare(DataLoader(TensorDataset(torch.arange(6.0))))
+    before = rounds(accelerator, 2)
+    accelerator.save_state()
+    resumed = Accelerator(config=settings, project_config=project)
+    kept = resumed.prepare(DataLoader(TensorDataset(torch.arange(6.0))))
+    assert resumed.resume(data_position=False) and kept
+    assert before + rounds(resumed, 2) == whole[1:]

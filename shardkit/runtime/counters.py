@@ -17,6 +17,9 @@ class Counters:
     samples_seen: int = 0
     """Samples trained on, over all ranks."""
 
+    loaders: int = field(default=0, repr=False)
+    """Loaders prepared so far that have no generator of their own: each gets another order of the data."""
+
     _samples_since_step: int = field(default=0, repr=False)
 
     def add_samples(self, samples: int) -> None:
@@ -35,11 +38,16 @@ class Counters:
 
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint holds; like the loaders' positions, samples count up to the last optimizer step."""
-        return {"step": self.step, "samples_seen": self.samples_seen - self._samples_since_step}
+        samples_seen = self.samples_seen - self._samples_since_step
+        return {"step": self.step, "samples_seen": samples_seen, "loaders": self.loaders}
 
     def load_state_dict(self, saved: Mapping[str, int]) -> None:
-        """Restores the counters from `state_dict`; the next micro-batch begins a new window."""
+        """Restores the counters from `state_dict`; the next micro-batch begins a new window.
+
+        A script that prepares a loader in each round goes on with the order of the next round. Loaders that it has
+        prepared before the load are among those of the checkpoint, which may be too old to tell their number."""
         self.step, self.samples_seen = saved["step"], saved["samples_seen"]
+        self.loaders = max(self.loaders, saved.get("loaders", 0))
         self.end_step()
 
 

@@ -234,10 +234,8 @@ def _prepared(run: Run, model: nn.Module) -> nn.Module | None:
 
 def _loader(run: Run, loader: Any, moves: bool) -> PreparedLoader:
     process, data = run.process, run.config.shardkit.data
-    generator, beside = None, 0
-    if isinstance(loader, DataLoader):
-        generator = generator_of(loader)
-        beside = sum(known is generator for known in run.generators)
+    generator = generator_of(loader) if isinstance(loader, DataLoader) else None
+    beside = run.counters.loaders if generator is None else sum(known is generator for known in run.generators)
     prepared = prepare_loader(
         loader,
         process.rank,
@@ -253,7 +251,10 @@ def _loader(run: Run, loader: Any, moves: bool) -> PreparedLoader:
         prepared.before_loop = Call(run.accumulation.before_loop)
         prepared.after_batch = Call(run.accumulation.after_batch)
         run.loaders.append(prepared)
-        run.generators.append(generator)
+        if generator is None:
+            run.counters.loaders += 1
+        else:
+            run.generators.append(generator)
     return prepared
 
 

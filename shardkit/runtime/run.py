@@ -96,8 +96,8 @@ class Run:
     optimizers: list[AcceleratedOptimizer] = field(init=False)
     schedulers: list[AcceleratedScheduler] = field(init=False)
     loaders: list[PreparedLoader] = field(init=False)
-    generators: list[torch.Generator | None] = field(init=False)
-    """The generator of each loader that was prepared, also of those that the script has dropped since."""
+    generators: list[torch.Generator] = field(init=False)
+    """The generator, where it has one, of each loader that was prepared, also of those dropped since."""
     registered: list[Any] = field(init=False)
     taken: list[Taken] = field(init=False)
     events: StepEvents = field(default_factory=StepEvents)
@@ -120,6 +120,7 @@ class Run:
         self.loaders, self.generators, self.registered, self.taken = [], [], [], []
         self.is_resumed = self.is_announced = self.is_triggered = False
         self.counters.forget_window()
+        self.counters.loaders = 0
         section = self.config.shardkit
         self.accumulation = Accumulation(
             section.gradient_accumulation_steps,
