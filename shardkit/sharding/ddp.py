@@ -59,12 +59,13 @@ class Replica(DistributedDataParallel):
         mine = {name: value for name, value in vars(self).items() if name in _OF_EVERY_MODULE}
         for name in ("reducer", "logger", "_group_after_reducer"):  # destroying the old reducer removes its hooks
             vars(self).pop(name, None)
+        _leave_out_empty(model)
         super().__init__(model, **self._settings)
         # Freed last: a process group that ends with the reducer waits, holding the GIL, for threads that need it.
         self._group_after_reducer = self.process_group
         self.broadcast_buffers = self._section.broadcast_buffers
         vars(self).update(mine)
-        self._all = list(every_parameter(model))
+        self._all = [p for p in every_parameter(model) if p.numel()]
         self._kinds = self._present_kinds()
         # Of each parameter that torch's reducer reduces, its number there.
         trained = [p for p in self._all if p.requires_grad]
@@ -247,6 +248,16 @@ class Replica(DistributedDataParallel):
         # torch sets zeros where there is no gradient, at the end of backward.
         without = [parameter for parameter in missing if parameter.grad is None]
         torch.autograd.Variable._execution_engine.queue_callback(partial(_drop_gradients, without))
+
+
+def _leave_out_empty(model: nn.Module) -> None:
+    """Keeps torch's reducer from waiting for gradients of parameters without elements, from which some models take
+    their device."""
+    empty = [name for name, parameter in nn.Module.named_parameters(model) if not parameter.numel()]
+    if empty:
+        names = (*empty, *(f".{name}" for name in empty))  # torch looks for those of the model itself with a dot
+        known: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        model._ddp_params_and_buffers_to_ignore = list(dict.fromkeys((*known, *names)))  # type: ignore[assignment]
 
 
 def _drop_gradients(parameters: list[nn.Parameter]) -> None:

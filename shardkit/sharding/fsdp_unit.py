@@ -341,7 +341,7 @@ def finish(model: nn.Module, compiled: Iterable[nn.Module] = ()) -> None:
                 group._left = LeftOnModules([*state._modules, *modules_below(state)])
     inside_compiled = {id(inner) for module in compiled for inner in module.modules()}
     for state in states_of(model):
-        for module in modules_below(state):
+        for module in (*(state._modules if groups_of(state) else ()), *modules_below(state)):
             if id(module) not in inside_compiled and not _is_entry(module.__dict__.get("forward"), state):
                 module.forward = _Entry(module, state)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
@@ -50,6 +51,18 @@ def note_alias(tensor: DTensor) -> None:
     parameter = _noted_parameters.get(memory := memory_of(tensor))
     if parameter is not None and memory_of(parameter) == memory:
         parameter._noted(tensor)
+
+
+def _new(name: str) -> Any:
+    """The method of this name: a plain tensor, unless it has the parameter's shape. A model takes its dtype and device
+    from any of its parameters, for what is mixed with activations: `weight.new_zeros(layers, batch, hidden)`."""
+
+    @wraps(getattr(torch.Tensor, name))
+    def new(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made = getattr(DTensor, name)(self, *args, **kwargs)
+        return made if made.shape == self.shape else local_part(made).requires_grad_(made.requires_grad)
+
+    return new
 
 
 class ShardedParameter(DTensor):
@@ -115,6 +128,9 @@ class ShardedParameter(DTensor):
         if grad_placements is None and self.requires_grad and torch.is_grad_enabled():
             return _Whole.apply(self)
         return super().full_tensor(grad_placements=grad_placements)
+
+    new_empty, new_full = _new("new_empty"), _new("new_full")
+    new_ones, new_zeros = _new("new_ones"), _new("new_zeros")
 
     def register_hook(self, hook: Any) -> Any:
         raise UsageError(

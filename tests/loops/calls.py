@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.loops.net import Net, adam, cross_entropy, loss_of, started, train
-from tests.loops.run import BY_SIZE, LOOPS, WHOLE, Loop, Run, loop
+from tests.loops.run import BY_SIZE, LOOPS, WHOLE, WORDS, Loop, Run, loop
 
 
 @loop()
@@ -293,5 +293,40 @@ def a_forward_without_inputs(run: Run) -> None:
         loss = (model() - run.draw(step, 1, 5)).pow(2).mean()
         run.backward(loss)
         run.clip(model.parameters(), 1.0)
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
+class Recurrent(nn.Module):
+    """A language model of many tutorials: takes its device from a parameter without elements, makes its first hidden
+    state like a weight, and calls `forward` of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0))
+        self.embed = nn.Embedding(WORDS, 8)
+        self.cells = nn.LSTM(8, 8, num_layers=2)
+        self.head = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, WORDS))
+
+    def first_state(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = self.embed.weight
+        return weight.new_zeros(2, samples, 8), weight.new_full((2, samples, 8), 0.5)
+
+    def forward(self, tokens: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        outputs, state = self.cells.forward(self.embed.forward(tokens), state)
+        return self.head.forward(outputs) + torch.zeros(WORDS, device=self.empty.device), state
+
+
+@loop(fsdp=BY_SIZE)
+def a_state_made_like_a_weight_and_forwards_called_by_name(run: Run) -> None:
+    torch.manual_seed(1)
+    model = Recurrent()
+    model, optimizer = run.prepare(model, adam(model.parameters()))
+    state = run.unwrap(model).first_state(len(run.batch(0)))
+    for step in range(run.steps):
+        tokens = run.batch(step).t()
+        scores, state = model(tokens[:-1], tuple(one.detach() for one in state))
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1), tokens[1:].flatten())
+        run.backward(loss)
         run.step(optimizer)
         run.see_mean(loss)
