@@ -801,6 +801,36 @@ def test_a_forward_can_be_recomputed_twice(copies):
     torch.testing.assert_close(*gradients)
 
 
+class ChangedInPlace(nn.Module):
+    """Changes the outputs of products in place: with and without bias, and in the gates of a GRU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = nn.ModuleList(nn.Linear(8, 8, bias=has_bias) for has_bias in (False, True, True, False))
+        self.gates = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for product in self.products:
+            x = product(x).mul_(2.0)
+            x = nn.functional.relu(x, inplace=True) + 0.1
+        x, _ = self.gates(nn.functional.scaled_dot_product_attention(x, x, x))
+        return x
+
+
+@pytest.mark.parametrize("recompute", ["blocks", "operators"])
+def test_what_a_recomputed_block_changes_in_place_has_the_same_gradients(recompute):
+    gradients = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(ChangedInPlace() for _ in range(2)))
+        if recomputes:
+            checkpoint_blocks(model, list(model), recompute)
+        loss = model(torch.randn(2, 3, 8)).square().mean()
+        loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
 def test_every_nth_block_is_recomputed_in_the_order_of_the_model():
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))
     checkpoint_blocks(model, sorted(model, key=lambda block: id(block)), every=3)

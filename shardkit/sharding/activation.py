@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from shardkit.distributed.tensors import memory_of
 from shardkit.log import get_logger
 from shardkit.sharding.changed_buffers import ChangedBuffers
 
@@ -27,6 +29,12 @@ log = get_logger(__name__)
 # Operators that are expensive to recompute: attention kernels of all devices, and matrix products.
 _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "fused_attention", "flex_attention")
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def _is_expensive(function: Any) -> bool:
+    return function in _PRODUCTS or any(name in str(function) for name in _ATTENTION)
+
+
 # torch counts every operator, and raises an error where the recomputation has more of one. FSDP marks more ranges for
 # the profiler then, where a unit lies inside the block.
 _RANGES = (
@@ -78,18 +86,46 @@ def gathering() -> Iterator[None]:
         _this_thread.is_gathering = found
 
 
-class _WithoutGathers:
-    """A base of torch's modes of selective checkpointing, which would count operators that gather a unit, too."""
+class _OfBlock:
+    """A base of torch's modes of selective checkpointing. They would count operators that gather a unit, too. And they
+    keep an output itself: one that is changed in place afterwards (`nn.ReLU(inplace=True)`, gates of `nn.GRU`) would be
+    refused in backward, or give wrong gradients where the change is to `_unsafe_view`'s alias. Here a copy is kept from
+    the first change on."""
+
+    storage: dict[Any, Any]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if _this_thread.is_gathering:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+        for changed in _changed_by(func, args, kwargs):
+            self._keep_copies(changed)
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[misc]
+
+    def _keep_copies(self, changed: torch.Tensor) -> None:
+        """Copies what is kept in the memory of a tensor that is about to change."""
+        for function, outputs in self.storage.items():
+            for output in tree_leaves(outputs) if _is_expensive(function) else ():
+                kept = getattr(output, "val", None)  # of torch's wrapper, beside the version that it expects
+                if isinstance(kept, torch.Tensor) and memory_of(kept) == memory_of(changed):
+                    output.val = kept.clone()
+                    output.version = output.val._version
+
+
+def _changed_by(function: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an operator writes to."""
+    schema = getattr(function, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    for number, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[number] if number < len(args) else kwargs.get(argument.name)
+            yield from (one for one in tree_leaves(given) if isinstance(one, torch.Tensor))
 
 
 @cache
-def _without_gathers(kind: type) -> type:
-    return type(kind.__name__, (_WithoutGathers, kind), {})
+def _of_block(kind: type) -> type:
+    return type(kind.__name__, (_OfBlock, kind), {})
 
 
 def _keeping_products() -> Any:
@@ -97,12 +133,12 @@ def _keeping_products() -> Any:
     counts = {False: 0, True: 0}
 
     def policy(context: Any, function: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        if any(name in str(function) for name in _ATTENTION):
-            return CheckpointPolicy.MUST_SAVE
+        if not _is_expensive(function):
+            return CheckpointPolicy.PREFER_RECOMPUTE
         if function in _PRODUCTS:
             counts[context.is_recompute] += 1
             return CheckpointPolicy.MUST_SAVE if counts[context.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -141,7 +177,7 @@ def _checkpoint(block: nn.Module, keeps_products: bool) -> None:
             return of_buffers
         of_products = _keeping_products()
         for mode in of_products:
-            mode.__class__ = _without_gathers(mode.__class__)
+            mode.__class__ = _of_block(mode.__class__)
         first, again = (_Both(*pair) for pair in zip(of_buffers, of_products, strict=True))
         return first, again
 
