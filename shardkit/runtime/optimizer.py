@@ -128,10 +128,12 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
     @eager
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drops the gradients, from any place in the loop; does nothing while the window still needs them: from its
-        first backward until this optimizer steps. Gradients of an earlier step are never needed. None: as the optimizer
-        does by itself, which may take no argument, or keep zeros."""
+        first backward until this optimizer steps. Gradients of an earlier step are not needed: those before the next
+        backward, as a script may drop them by `model.zero_grad()`. None: as the optimizer does by itself, which may
+        take no argument, or keep zeros."""
+        are_used = self._has_used_gradients and not self._accumulation.has_new_gradients
         has_stepped_in_window = self._stepped_at == self._accumulation.gradient_moment
-        if self._has_used_gradients or has_stepped_in_window or not self._accumulation.is_open():
+        if are_used or has_stepped_in_window or not self._accumulation.is_open():
             self._has_used_gradients = False
             if self._final_at != NEVER:
                 self._final_at = NEVER

@@ -27,6 +27,28 @@ def windows(run: Run) -> None:
             run.see_mean(loss)
 
 
+def _zeroed_by_the_model(set_to_none: bool) -> Callable[[Run], None]:
+    def zeroed(run: Run) -> None:
+        """zero_grad() of the optimizer in every micro-batch, and of the model after the window's last."""
+        model, optimizer = started(run)
+        for micro in range(9):
+            with run.accumulate(model):
+                loss = loss_of(model, run.batch(micro))
+                run.backward(loss)
+                if run.is_step:
+                    optimizer.step()
+                    model.zero_grad(set_to_none=set_to_none)
+                elif not run.is_plain:
+                    optimizer.zero_grad(set_to_none=set_to_none)
+                run.see_mean(loss)
+
+    return zeroed
+
+
+for _sets_none in (True, False):
+    loop(f"windows_zeroed_by_the_model_{_sets_none}", accumulation=3)(_zeroed_by_the_model(_sets_none))
+
+
 class Around(nn.Module):
     """A module around a prepared model, as of a loss."""
 
