@@ -56,6 +56,21 @@ _BY_MESSAGE = (
         "parameter of the model: call backward, or keep the layer whole: fsdp_ignored_modules: 'decoder\\.conv_out'",
     ),
     (
+        "module 'torch' has no attribute 'xla'",
+        "torch.utils.checkpoint does not know XLA devices: set xla_fsdp_grad_ckpt: true in place of it, or call "
+        "torch_xla.utils.checkpoint.checkpoint",
+    ),
+    (
+        r"device_ready_queues_\.size\(\)",
+        "torch counts devices at the first backward of a process: create the Accelerator before it, which starts the "
+        "XLA devices",
+    ),
+    (
+        r"No module named .jax.$|^Jax is required",
+        "torch_xla computes some operators, as those of nn.GRU, by JAX: pip install 'torch_xla[pallas]', or "
+        "another model",
+    ),
+    (
         "TraceTypeManual|Expected a single top-level function: .*fsdp",
         "torch.jit and torch.onnx cannot take a sharded model: write its weights by accelerator.save_model(model, "
         "folder), load them into a model of one process, and export that",

@@ -90,11 +90,11 @@ def _compile_backward_alone(unit: nn.Module, args: Any, kwargs: Any) -> None:
 
 def _split_outputs(_: nn.Module, __: Any, output: Any) -> None:
     """Annotate a unit's outputs as sharded along the batch, so that the compiler gathers the unit's parameters instead
-    of its activations. A weight that it gives, too, keeps its layout: with another, each step is compiled anew."""
+    of its activations. What has a layout keeps it. With another one, each step is compiled anew for a weight that the
+    unit gives, too; and XLA refuses one for logits that the model has computed its loss from, and gives beside it."""
     for leaf in tree_leaves(output):
-        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, nn.Parameter) or not xla.is_xla(leaf):
-            continue
-        if (spec := xla.batch_spec(leaf)) is not None:
+        is_new = isinstance(leaf, torch.Tensor) and xla.is_xla(leaf) and not xla.layout_of(leaf)
+        if is_new and (spec := xla.batch_spec(leaf)) is not None:
             xla.lay_out(leaf, spec)
 
 

@@ -297,6 +297,27 @@ def a_forward_without_inputs(run: Run) -> None:
         run.see_mean(loss)
 
 
+class WithLoss(Net):
+    """Gives its loss and the logits of it, as models of Transformers do: an output of the model and of its head."""
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        logits = self.head(self.features(tokens[:, :-1]))
+        return {"loss": cross_entropy(logits, tokens), "logits": logits}
+
+
+@loop(fsdp=BY_SIZE)
+def a_loss_beside_its_logits(run: Run) -> None:
+    torch.manual_seed(1)
+    model = WithLoss()
+    model, optimizer = run.prepare(model, adam(model.parameters()))
+    for step in range(run.steps):
+        output = model(run.batch(step))
+        run.backward(output["loss"])
+        run.step(optimizer)
+        run.see_mean(output["loss"])
+        run.see_mean(output["logits"].square().mean())
+
+
 class Recurrent(nn.Module):
     """A language model of many tutorials: takes its device from a parameter without elements, makes its first hidden
     state like a weight, and calls `forward` of its parts."""
