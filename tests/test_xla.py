@@ -518,6 +518,45 @@ def test_weights_that_are_loaded_are_spread_as_before(tmp_path, _):
     )
 
 
+RESUMED = """
+import torch
+from torch import nn
+from shardkit import Accelerator
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.scale = nn.Linear(8, 8), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+def trained(first, last):
+    accelerator = Accelerator(config={"distributed_type": "XLA", "xla": True, "use_cpu": True, "num_processes": 4})
+    torch.manual_seed(0)
+    model = Scaled()
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1))
+    if first:
+        accelerator.load_state("state")
+    for step in range(first, last):
+        loss = model(torch.full((8, 8), 1.0 + step, device=accelerator.device)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state("state" if last < 4 else f"state-{first}")
+    accelerator.free_memory()
+    return f"{loss.item():.4f}"
+
+print(trained(0, 4), trained(0, 2) and trained(2, 4))
+"""
+
+
+@pytest.mark.parametrize("_", [on_xla(None)])
+def test_a_parameter_of_one_number_is_resumed_with_the_steps_of_its_optimizer(tmp_path, _):
+    whole, resumed = printed_by(RESUMED, tmp_path)[-1].split()
+    assert whole == resumed
+
+
 GATHERED = """
 import torch
 from shardkit import Accelerator

@@ -78,7 +78,7 @@ class Saved:
         is_alike = like is not None and tuple(like.shape) == entry.shape
         if is_alike and isinstance(like, DTensor) and self._own_stored(section, name) is None:
             found = _empty_like(like, dtype)
-        elif is_alike and like is not None and not isinstance(like, DTensor):
+        elif is_alike and like is not None and not isinstance(like, DTensor) and not xla.is_xla(like):
             found = torch.empty_like(like, dtype=dtype, device=device or "cpu", requires_grad=False)
         else:
             found = torch.empty(entry.shape, dtype=dtype, device=device or "cpu")
