@@ -108,9 +108,7 @@ def is_launcher(path: Path, folder: Path) -> bool:
     try:
         words = path.read_text().split("\0")
         is_second = "SLURM_NODEID=1" in (path.parent / "environ").read_text().split("\0")
-        return (
-            is_second and words[1:4] == ["-m", "shardkit", "launch"] and os.readlink(path.parent / "cwd") == str(folder)
-        )
+        return is_second and words[2:3] == ["launch"] and os.readlink(path.parent / "cwd") == str(folder)
     except OSError:
         return False
 
