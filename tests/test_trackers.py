@@ -273,6 +273,57 @@ def test_records_are_utf_8_in_every_locale(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [JsonLines, Csv])
+def test_a_new_name_changes_no_record_before_it(kind, tmp_path):
+    """Steps that were no whole numbers, and the rest of a text after a carriage return, were lost from the table."""
+    tracker = kind(tmp_path, lambda: False)
+    steps = [0.5, 10**20, "last", -3, None, 1e20]
+    for number, step in enumerate(steps):
+        tracker.log({f"name {number}\r": "one\rtwo", "file \udcff": "\udcff"}, step=step)
+    found = tracker.records()
+    assert [record["step"] for record in found] == steps
+    assert [record[f"name {number}\r"] for number, record in enumerate(found)] == ["one\rtwo"] * len(steps)
+    assert {record["file \\udcff"] for record in found} == {"\\udcff"}
+
+
+@pytest.mark.parametrize("kind", [JsonLines, Csv])
+def test_names_that_are_counted_otherwise_drop_no_others_after_a_load(kind, tmp_path):
+    """A number that every start logs at step 0, and epochs beside steps, dropped all records."""
+    tracker = kind(tmp_path, lambda: True)
+    for step in (1, 2, 3, 4):
+        tracker.log({"loss": 0.5, "speed/x": 1}, step=step)
+    tracker.log({"accuracy": 0.5}, step=1)
+    tracker.rewind(0, frozenset({"size"}))
+    tracker.log({"size": 9}, step=0)
+    for step in (3, 4):
+        tracker.log({"loss": 0.25}, step=step)
+    tracker.log({"accuracy": 0.75, "speed/x": 1}, step=1)
+    found = [(record["step"], float(record.get("loss") or 0)) for record in tracker.records()]
+    assert found == [(1, 0.5), (2, 0.5), (0, 0), (3, 0.25), (4, 0.25), (1, 0)]
+
+
+def test_a_step_may_be_a_number_of_numpy_or_torch(tmp_path, alone):
+    accelerator = Accelerator(config=ALONE, log_with="csv", project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    for step in (numpy.int64(3), torch.tensor(4), numpy.float32(4.5)):
+        accelerator.log({"loss": 1}, step=step)
+    with pytest.raises(
+        UsageError, match=r"log: step: not one number \(got 2 of them\); give a number, or leave it out"
+    ):
+        accelerator.log({"loss": 1}, step=torch.tensor([1, 2]))
+    accelerator.end_training()
+    assert [line["step"] for line in lines_of(tmp_path / "run" / "metrics.jsonl")] == [3, 4, 4.5]
+
+
+def test_a_configuration_that_json_cannot_hold_is_kept_as_text(tmp_path):
+    tracker, loop = JsonLines(tmp_path, lambda: False), {}
+    loop["loop"] = loop
+    tracker.store_init_configuration({"lr": 0.1, "by pair": {("a", 1): 2}, 3: Path("x"), "loop": loop})
+    tracker.finish()
+    found = json.loads((tmp_path / "config.json").read_text())
+    assert found == {"lr": 0.1, "by pair": "{('a', 1): 2}", "3": "x", "loop": "{'loop': {...}}"}
+
+
+@pytest.mark.parametrize("kind", [JsonLines, Csv])
 def test_a_full_disk_leaves_no_half_record(kind, tmp_path):
     tracker = kind(tmp_path, lambda: True)
     tracker.log({"loss": 0.5}, step=1)
@@ -304,6 +355,13 @@ def test_speeds_begin_anew_after_a_load(tmp_path):
         accelerator.log({"after a load": 1})
     accelerator.end_training()
     assert not [name for line in lines_of(tmp_path / "run" / "metrics.jsonl") for name in line if "speed" in name]
+
+
+def test_a_project_without_a_name_is_said(tmp_path, alone):
+    accelerator = Accelerator(config=ALONE, project_dir=tmp_path)
+    with pytest.raises(UsageError, match=r"init_trackers: the project's name is not a text \(got NoneType\); give one"):
+        accelerator.init_trackers(None)
+    accelerator.end_training()
 
 
 def test_what_cannot_be_tracked_is_said(tmp_path):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardkit.tracking.tracker import Tracker, plain
+from shardkit.tracking.tracker import Tracker, config_as_json, plain
 
 
 class _Begun(Tracker):
@@ -75,10 +75,10 @@ class TensorBoard(_Begun):
         """The SummaryWriter."""
         return self.tracker
 
-    def rewind(self, step: int, names: frozenset[str]) -> None:
+    def rewind(self, step: float, names: frozenset[str]) -> None:
         if self._own is not None:
             self._own.close()
-        self._own, self._purge = None, step
+        self._own, self._purge = None, int(step)
 
     def log(self, values: dict[str, Any], step: int | None = None, **arguments: Any) -> None:
         for name, value in values.items():
@@ -103,7 +103,7 @@ class TensorBoard(_Begun):
         return SummaryWriter(str(self._folder), **{"purge_step": self._purge, **self._arguments})
 
     def _store(self, values: dict[str, Any]) -> None:
-        self._own.add_text("config", json.dumps(values, indent=1, default=str).replace("\n", "  \n"))
+        self._own.add_text("config", config_as_json(values).replace("\n", "  \n"))
         self._own.flush()
 
     def _end(self) -> None:
