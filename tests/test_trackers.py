@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import multiprocessing
 import os
 import resource
 import shutil
@@ -257,6 +258,19 @@ def test_records_go_on_where_the_file_or_its_folder_was_taken_away(kind, tmp_pat
     shutil.rmtree(tracker.path.parent)
     tracker.log({"loss": 0.125}, step=3)
     assert [(record["step"], float(record["loss"])) for record in tracker.records()] == [(3, 0.125)]
+
+
+@pytest.mark.parametrize("kind", [JsonLines, Csv])
+def test_a_forked_worker_logs_into_the_files_of_its_run(kind, tmp_path):
+    """Each took the file of the run for that of an older one, and put it aside."""
+    tracker = kind(tmp_path, lambda: False)
+    for step in (1, 3):
+        worker = multiprocessing.get_context("fork").Process(target=tracker.log, args=({"seen": 3, "by": step}, step))
+        worker.start()
+        worker.join()
+        tracker.log({"loss": 0.25}, step=step + 1)
+    assert [record["step"] for record in tracker.records()] == [1, 2, 3, 4]
+    assert os.listdir(tmp_path) == [tracker.path.name]
 
 
 def test_one_number_that_python_has_no_json_for_is_logged_as_text(tmp_path):

@@ -29,6 +29,7 @@ class _File(Tracker):
         self.path = folder / f"metrics.{self.suffix}"
         self._is_resumed = is_resumed
         self._is_open = False
+        self._process, self._is_older = os.getpid(), self.path.exists()
         self._config: dict[str, Any] | None = None
         self._come_again: set[str] | None = None
         """Names of values that were logged since a checkpoint was loaded; None without a load."""
@@ -70,11 +71,11 @@ class _File(Tracker):
             _replace(self.path, text)
 
     def _open(self) -> None:
-        if self._is_open:
+        if self._is_open or os.getpid() != self._process:  # a worker of a loader, which was forked from this run
             return
         self._is_open = True
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists() and not self._is_resumed():
+        if self._is_older and self.path.exists() and not self._is_resumed():
             os.rename(self.path, _free_name(self.path))
         if self._config is not None:
             _replace(self.path.with_name("config.json"), config_as_json(self._config) + "\n")
@@ -137,42 +138,42 @@ class Csv(_File):
 
     name, suffix = "csv", "csv"
 
-    def __init__(self, folder: Path, is_resumed: Callable[[], bool], **_: Any) -> None:
-        super().__init__(folder, is_resumed)
-        self._columns: list[str] | None = None
-
     def _write(self, record: Record) -> None:
-        if self._columns is None or not self.path.exists():  # a file that was moved away has taken its header along
-            self._columns = self._columns_there()
-        known = set(self._columns)
+        columns = self._columns()
+        known = set(columns)
         if new := [name for name in record if name not in known]:
-            records = self.records() if self.path.exists() else []
-            self._columns += new
-            _replace(self.path, self._text([*records, record]))
+            records = self.records() if columns else []
+            _replace(self.path, _table([*columns, *new], [*records, record]))
         else:
-            self._append(self._rows([record]))
+            self._append(_rows(columns, [record]))
 
     def records(self) -> list[Record]:
         table = csv.DictReader(io.StringIO(self._complete(), newline=""))
         rows = [row for row in table if None not in (*row, *row.values())]
         return [row | {"step": _step(row["step"])} for row in rows]
 
-    def _columns_there(self) -> list[str]:
+    def _columns(self) -> list[str]:
+        """Those of the file: it may have been moved away, or another process has added some."""
         if not self.path.exists():
             return []
         with open(self.path, newline="", encoding="utf-8") as file:
             return next(csv.reader(file), [])
 
     def _text(self, records: list[Record]) -> str:
-        return self._rows([{name: name for name in self._columns or self._columns_there()}, *records])
+        return _table(self._columns(), records)
 
-    def _rows(self, records: list[Record]) -> str:
-        columns, rows = self._columns or self._columns_there(), []
-        for record in records:
-            row = io.StringIO()
-            csv.writer(row, lineterminator="\r\n").writerow([record.get(name) for name in columns])  # so quotes both
-            rows.append(row.getvalue().removesuffix("\r\n") + "\n")
-        return "".join(rows)
+
+def _table(columns: list[str], records: list[Record]) -> str:
+    return _rows(columns, [{name: name for name in columns}, *records])
+
+
+def _rows(columns: list[str], records: list[Record]) -> str:
+    rows = []
+    for record in records:
+        row = io.StringIO()
+        csv.writer(row, lineterminator="\r\n").writerow([record.get(name) for name in columns])  # so quotes both
+        rows.append(row.getvalue().removesuffix("\r\n") + "\n")
+    return "".join(rows)
 
 
 def _record(values: dict[str, Any], step: Step) -> Record:
