@@ -35,7 +35,7 @@ def slurm(tmp_path_factory):
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A project whose folder has a name that a shell would take apart."""
-    found = tmp_path / "my $HOME project"
+    found = tmp_path / "my $HOME project, %j"
     found.mkdir()
     (found / "shardkit.yaml").write_text(CONFIGURATION)
     (found / "fails.py").write_text(
