@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from shardkit import Accelerator, ProjectConfiguration, Tracker
 from shardkit.errors import UsageError
+from shardkit.tracking.installed import TensorBoard
 from shardkit.tracking.records import Csv, JsonLines
 from tests.training import parts
 
@@ -313,6 +315,30 @@ def test_names_that_are_counted_otherwise_drop_no_others_after_a_load(kind, tmp_
     tracker.log({"accuracy": 0.75, "speed/x": 1}, step=1)
     found = [(record["step"], float(record.get("loss") or 0)) for record in tracker.records()]
     assert found == [(1, 0.5), (2, 0.5), (0, 0), (3, 0.25), (4, 0.25), (1, 0)]
+
+
+def test_a_best_state_that_is_loaded_to_be_tested_hides_nothing_in_tensorboard(tmp_path, monkeypatch):
+    """All values after it were purged, at the first log after the load."""
+    purged: list[int | None] = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: int | None) -> None:
+            purged.append(purge_step)
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *_, **__: None
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    tracker = TensorBoard("run", tmp_path, lambda: True)
+    tracker.rewind(5, frozenset({"loss"}))
+    for step in (5, 6, 7):
+        tracker.log({"loss": 0.5}, step=step)
+    tracker.rewind(6, frozenset({"test"}))
+    tracker.log({"test": 0.9}, step=6)
+    assert purged == [5]
+    for step in (7, 8):
+        tracker.log({"loss": 0.25}, step=step)
+    assert purged == [5, 7]
 
 
 def test_a_step_may_be_a_number_of_numpy_or_torch(tmp_path, alone):
