@@ -350,6 +350,8 @@ def test_a_step_may_be_a_number_of_numpy_or_torch(tmp_path, alone):
         UsageError, match=r"log: step: not one number \(got 2 of them\); give a number, or leave it out"
     ):
         accelerator.log({"loss": 1}, step=torch.tensor([1, 2]))
+    with pytest.raises(UsageError, match=r"log: log_kwargs for an unknown tracker \(got cvs\); there are csv, jsonl"):
+        accelerator.log({"loss": 1}, log_kwargs={"cvs": {}, "wandb": {}})
     accelerator.end_training()
     assert [line["step"] for line in lines_of(tmp_path / "run" / "metrics.jsonl")] == [3, 4, 4.5]
 

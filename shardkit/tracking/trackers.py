@@ -127,6 +127,7 @@ class Trackers:
                 self._has_announced = True
                 log.info("trackers: log() before init_trackers(), or after end_training(): nothing is recorded.")
             return
+        refuse_unknown("log: log_kwargs", arguments or {}, {tracker.name for tracker in self.active})
         self._note_loads(step, frozenset(values))
         for tracker in self.active:
             tracker.log({**values, **(measured or {})}, step=step, **(arguments or {}).get(tracker.name, {}))
@@ -176,14 +177,16 @@ class Trackers:
                 "ProjectConfiguration(logging_dir=...)."
             )
         names = {one if isinstance(one, str) else one.name for one in wanted}
-        unused = [name for name in arguments if name not in names]
-        if unknown := [name for name in unused if name not in (*KNOWN, *UNSUPPORTED)]:
-            raise UsageError(
-                f"init_trackers: init_kwargs for an unknown tracker (got {', '.join(unknown)}); "
-                f"there are {', '.join(sorted(names))}."
-            )
-        if unused:
+        refuse_unknown("init_trackers: init_kwargs", arguments, names)
+        if unused := [name for name in arguments if name not in names]:
             log.info("trackers: init_kwargs of %s are not used: log_with does not name them.", ", ".join(unused))
+
+
+def refuse_unknown(where: str, arguments: Mapping[str, Any], names: set[str]) -> None:
+    """Raises UsageError for arguments of a tracker that neither the run nor anybody has."""
+    if unknown := [name for name in arguments if name not in (*names, *KNOWN, *UNSUPPORTED)]:
+        there = ", ".join(sorted(names))
+        raise UsageError(f"{where} for an unknown tracker (got {', '.join(unknown)}); there are {there}.")
 
 
 def _name(given: Any) -> str | Tracker:
