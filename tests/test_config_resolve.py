@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardkit import env
+from shardkit import env, new_process
 from shardkit.config import files, hardware, hardware_defaults, other_devices
 from shardkit.config.command import command_for, settings_of
 from shardkit.config.hardware import Device, Hardware, parse_nvidia_smi
@@ -283,7 +282,7 @@ def test_devices_of_which_only_torch_knows_are_trained_on(only_torch_knows):
     """XPU, MPS, devices of extensions: a run on them was taken for one on the CPU."""
     found = hardware.detect()
     assert hardware.detect() == found and found.in_words == "2 x Max 1550"
-    assert only_torch_knows == [[sys.executable, "-m", "shardkit.distributed.device_list"]]
+    assert only_torch_knows == [new_process.command("shardkit.distributed.device_list")]
     wanted = {"use_cpu": False, "num_processes": 2, "mixed_precision": "bf16", "distributed_type": "FSDP"}
     values = hardware_defaults.for_hardware(found)
     assert {name: values[name,] for name in wanted} == wanted

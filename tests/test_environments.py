@@ -384,3 +384,61 @@ def test_the_launchers_limit_of_open_files_is_raised(tmp_path):
     done = launch_with_files(tmp_path, 24, None)
     assert done.returncode == 0, done.stderr
     assert {int(line.split()[1]) >= 44 for line in done.stdout.splitlines()} == {True}
+
+
+# files of the working folder with names of Python's own modules
+
+
+SRUN = """#!/bin/bash
+export SLURM_NODEID=0 SLURM_LAUNCH_NODE_IPADDR=127.0.0.1
+while [[ $1 == -* ]]; do shift; done
+exec "$@"
+"""
+
+
+@pytest.fixture
+def folder_of_namesakes(tmp_path, monkeypatch) -> Path:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    for name in ("json", "types", "random", "glob", "logging"):
+        (folder / f"{name}.py").write_text("raise SystemExit('of the working folder')")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "--model", "models:build", "--world", "2"],
+        ["plan", "--model", "gpt:layers=2,hidden=64,heads=2", "--world", "2", "--batch-size", "1", "--simulate"],
+        ["doctor", "--cpu"],
+    ],
+)
+def test_a_process_of_a_command_imports_pythons_own_modules(folder_of_namesakes, words):
+    (folder_of_namesakes / "models.py").write_text("from torch import nn\ndef build(): return nn.Linear(8, 8)\n")
+    program = [sys.executable, str(Path(shardkit.__file__).with_name("__main__.py"))]
+    done = subprocess.run([*program, *words], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_job_imports_pythons_own_modules(folder_of_namesakes, monkeypatch, tmp_path):
+    """The launch of a job, which starts in the project's folder."""
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    (folder_of_namesakes / "train.py").write_text("print('trained')\n")
+    flags = ["--to", "slurm", "--set", "use_cpu=true", "-n", "1", "-o", "job.sh"]
+    assert command_line.run(["submit", *flags, "train.py"]) == 0
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"}
+    done = subprocess.run(
+        ["bash", "job.sh"], env={**os.environ, **variables}, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0 and "trained" in done.stdout, done.stdout + done.stderr
+
+
+def test_python_m_shardkit_imports_pythons_own_modules(folder_of_namesakes):
+    (folder_of_namesakes / "types.py").unlink()  # Python itself imports it, to find the module of -m
+    command = [sys.executable, "-m", "shardkit", "config", "show", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr

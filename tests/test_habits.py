@@ -19,6 +19,7 @@ from shardkit.errors import EXIT_CONFIG
         ("launch --num_gpus 2 train.py", "--num-processes"),
         ("config --num_processes 4", "--set num_processes=VALUE"),
         ("submit --partition gpu train.py", "--option partition=VALUE"),
+        ("submit --dry-run train.py", "--check"),
         ("plan --batch_size 2", "--batch, --batch-size"),
     ],
 )

@@ -24,7 +24,10 @@ LAYERS = [
     ["shardkit", "shardkit.errors", "shardkit.env"],
     ["shardkit.digits", "shardkit.signatures", "shardkit.systems", "shardkit.values", "shardkit.wording"],
     ["shardkit.sizes"],
-    [f"shardkit.{name}" for name in ("bars", "fast_exit", "log", "open_files", "problems", "templates", "spinner")],
+    [
+        f"shardkit.{name}"
+        for name in ("bars", "fast_exit", "log", "new_process", "open_files", "problems", "templates", "spinner")
+    ],
     ["shardkit.storage"],
     ["shardkit.config"],
     ["shardkit.convert", "shardkit.model", "shardkit.launch"],

@@ -180,6 +180,22 @@ def traces(folder: Path) -> list[str]:
     return seen
 
 
+def test_a_schedule_that_never_records_is_said(tmp_path, alone, caplog):
+    """The folder without a trace was named as that of the traces."""
+    settings = {
+        "distributed_type": "NO",
+        "use_cpu": True,
+        "shardkit": {"profile": {"wait": 2, "warmup": 3, "active": 1}},
+    }
+    accelerator = Accelerator(config=settings, project_dir=tmp_path)
+    with accelerator.profile() as profiler:
+        profiler.step()
+    assert "no trace was written, since the schedule begins to record after 5 calls of profiler.step() (got 1)" in (
+        caplog.text
+    )
+    accelerator.end_training()
+
+
 def test_each_rank_leaves_its_trace(ranks, tmp_path):
     for seen in ranks.run(2, traces, tmp_path):
         assert "aten::" in seen[0]

@@ -105,6 +105,35 @@ def test_a_batch_script(capsys):
         assert "--gpus-per-node" not in text and "--cpus-per-task=1\n" in text
 
 
+def test_options_of_sbatch_that_exclude_one_of_ours_replace_it(capsys):
+    """sbatch refused the job: memory per core or GPU, and the type of the GPUs, could not be asked for."""
+    for option, gone in (
+        ("mem-per-cpu=2G", "--mem="),
+        ("mem-per-gpu=60G", "--mem="),
+        ("gres=gpu:a100:8", "--gpus-per"),
+    ):
+        text, _ = submit(capsys, "--to", "slurm", "--option", option, "train.py")
+        assert f"#SBATCH --{option}\n" in text and gone not in text
+    text, _ = submit(capsys, "--to", "slurm", "--option", "gres=tmpfs:10", "train.py")
+    assert "--gpus-per-node=8\n" in text and "--mem=0\n" in text
+
+
+def test_sbatch_reads_folders_and_values_as_they_are(capsys, tmp_path, monkeypatch):
+    """Its backslashes count in quotes, too; and it replaces %j in the folder of the log."""
+    text, _ = submit(capsys, "--to", "slurm", "--option", r"comment=a\z", "train.py")
+    assert r"#SBATCH --comment='a\\z'" in text
+    (tmp_path / "at 100 %j").mkdir()
+    monkeypatch.chdir(tmp_path / "at 100 %j")
+    Path("train.py").write_text("")
+    text, _ = submit(capsys, "--to", "slurm", "-n", "8", "train.py")
+    assert f"#SBATCH --chdir='{tmp_path}/at 100 %j'\n#SBATCH --output='{tmp_path}/at 100 %%j/%x-%j.log'\n" in text
+    (tmp_path / "a\\b").mkdir()
+    monkeypatch.chdir(tmp_path / "a\\b")
+    Path("train.py").write_text("")
+    _, error = submit(capsys, "--to", "slurm", "-n", "8", "train.py", code=2)
+    assert "submit: SLURM writes no log below a folder with a backslash or a line break (got" in error
+
+
 @pytest.mark.parametrize("engine", NEEDED)
 def test_the_configuration_goes_along_without_its_place(capsys, engine):
     """What runs is what was configured when it was submitted; addresses, port and number are the engine's. So are
@@ -332,6 +361,15 @@ def test_flags_that_need_another_are_refused_before_a_job_is_made(capsys):
         (
             ["--to", "slurm", *IMAGE, "train.py"],
             "--image: is not supported by slurm (only by kubeflow, jobset, skypilot)",
+        ),
+        (["--to", "slurm", "--option", "-p=gpu", "train.py"], "not a long option of sbatch without dashes (got 'p')"),
+        (
+            ["--to", "slurm", "--option", "gres=gpu:a100:4", "train.py"],
+            "--option gres: another number of GPUs than a machine has ranks (got gpu:a100:4, and 8 ranks); change it",
+        ),
+        (
+            ["--to", "slurm", "--option", "mem-per-cpu=2G", "--memory", "1TiB", "train.py"],
+            "--option mem-per-cpu: says the memory in another way than --memory; remove one of them.",
         ),
         (
             ["--to", "slurm", "--option", "nodes=3", "train.py"],

@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import multiprocessing
 import os
 import resource
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -20,6 +22,7 @@ import torch.distributed as dist
 
 from shardkit import Accelerator, ProjectConfiguration, Tracker
 from shardkit.errors import UsageError
+from shardkit.tracking.installed import TensorBoard
 from shardkit.tracking.records import Csv, JsonLines
 from tests.training import parts
 
@@ -259,6 +262,19 @@ def test_records_go_on_where_the_file_or_its_folder_was_taken_away(kind, tmp_pat
     assert [(record["step"], float(record["loss"])) for record in tracker.records()] == [(3, 0.125)]
 
 
+@pytest.mark.parametrize("kind", [JsonLines, Csv])
+def test_a_forked_worker_logs_into_the_files_of_its_run(kind, tmp_path):
+    """Each took the file of the run for that of an older one, and put it aside."""
+    tracker = kind(tmp_path, lambda: False)
+    for step in (1, 3):
+        worker = multiprocessing.get_context("fork").Process(target=tracker.log, args=({"seen": 3, "by": step}, step))
+        worker.start()
+        worker.join()
+        tracker.log({"loss": 0.25}, step=step + 1)
+    assert [record["step"] for record in tracker.records()] == [1, 2, 3, 4]
+    assert os.listdir(tmp_path) == [tracker.path.name]
+
+
 def test_one_number_that_python_has_no_json_for_is_logged_as_text(tmp_path):
     tracker = JsonLines(tmp_path, lambda: False)
     tracker.log({"z": torch.tensor(1 + 2j), "day": numpy.datetime64("2026-01-02"), "part": numpy.complex64(1j)}, step=1)
@@ -270,6 +286,83 @@ def test_records_are_utf_8_in_every_locale(tmp_path):
     command = [sys.executable, "-c", IN_ASCII, str(tmp_path)]
     subprocess.run(command, check=True, timeout=120, env=os.environ | ascii_only)
     assert (tmp_path / "metrics.csv").read_bytes() == "step,a,b\n1,é,\n3,,→\n".encode()
+
+
+@pytest.mark.parametrize("kind", [JsonLines, Csv])
+def test_a_new_name_changes_no_record_before_it(kind, tmp_path):
+    """Steps that were no whole numbers, and the rest of a text after a carriage return, were lost from the table."""
+    tracker = kind(tmp_path, lambda: False)
+    steps = [0.5, 10**20, "last", -3, None, 1e20]
+    for number, step in enumerate(steps):
+        tracker.log({f"name {number}\r": "one\rtwo", "file \udcff": "\udcff"}, step=step)
+    found = tracker.records()
+    assert [record["step"] for record in found] == steps
+    assert [record[f"name {number}\r"] for number, record in enumerate(found)] == ["one\rtwo"] * len(steps)
+    assert {record["file \\udcff"] for record in found} == {"\\udcff"}
+
+
+@pytest.mark.parametrize("kind", [JsonLines, Csv])
+def test_names_that_are_counted_otherwise_drop_no_others_after_a_load(kind, tmp_path):
+    """A number that every start logs at step 0, and epochs beside steps, dropped all records."""
+    tracker = kind(tmp_path, lambda: True)
+    for step in (1, 2, 3, 4):
+        tracker.log({"loss": 0.5, "speed/x": 1}, step=step)
+    tracker.log({"accuracy": 0.5}, step=1)
+    tracker.rewind(0, frozenset({"size"}))
+    tracker.log({"size": 9}, step=0)
+    for step in (3, 4):
+        tracker.log({"loss": 0.25}, step=step)
+    tracker.log({"accuracy": 0.75, "speed/x": 1}, step=1)
+    found = [(record["step"], float(record.get("loss") or 0)) for record in tracker.records()]
+    assert found == [(1, 0.5), (2, 0.5), (0, 0), (3, 0.25), (4, 0.25), (1, 0)]
+
+
+def test_a_best_state_that_is_loaded_to_be_tested_hides_nothing_in_tensorboard(tmp_path, monkeypatch):
+    """All values after it were purged, at the first log after the load."""
+    purged: list[int | None] = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: int | None) -> None:
+            purged.append(purge_step)
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *_, **__: None
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    tracker = TensorBoard("run", tmp_path, lambda: True)
+    tracker.rewind(5, frozenset({"loss"}))
+    for step in (5, 6, 7):
+        tracker.log({"loss": 0.5}, step=step)
+    tracker.rewind(6, frozenset({"test"}))
+    tracker.log({"test": 0.9}, step=6)
+    assert purged == [5]
+    for step in (7, 8):
+        tracker.log({"loss": 0.25}, step=step)
+    assert purged == [5, 7]
+
+
+def test_a_step_may_be_a_number_of_numpy_or_torch(tmp_path, alone):
+    accelerator = Accelerator(config=ALONE, log_with="csv", project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    for step in (numpy.int64(3), torch.tensor(4), numpy.float32(4.5)):
+        accelerator.log({"loss": 1}, step=step)
+    with pytest.raises(
+        UsageError, match=r"log: step: not one number \(got 2 of them\); give a number, or leave it out"
+    ):
+        accelerator.log({"loss": 1}, step=torch.tensor([1, 2]))
+    with pytest.raises(UsageError, match=r"log: log_kwargs for an unknown tracker \(got cvs\); there are csv, jsonl"):
+        accelerator.log({"loss": 1}, log_kwargs={"cvs": {}, "wandb": {}})
+    accelerator.end_training()
+    assert [line["step"] for line in lines_of(tmp_path / "run" / "metrics.jsonl")] == [3, 4, 4.5]
+
+
+def test_a_configuration_that_json_cannot_hold_is_kept_as_text(tmp_path):
+    tracker, loop = JsonLines(tmp_path, lambda: False), {}
+    loop["loop"] = loop
+    tracker.store_init_configuration({"lr": 0.1, "by pair": {("a", 1): 2}, 3: Path("x"), "loop": loop})
+    tracker.finish()
+    found = json.loads((tmp_path / "config.json").read_text())
+    assert found == {"lr": 0.1, "by pair": "{('a', 1): 2}", "3": "x", "loop": "{'loop': {...}}"}
 
 
 @pytest.mark.parametrize("kind", [JsonLines, Csv])
@@ -304,6 +397,13 @@ def test_speeds_begin_anew_after_a_load(tmp_path):
         accelerator.log({"after a load": 1})
     accelerator.end_training()
     assert not [name for line in lines_of(tmp_path / "run" / "metrics.jsonl") for name in line if "speed" in name]
+
+
+def test_a_project_without_a_name_is_said(tmp_path, alone):
+    accelerator = Accelerator(config=ALONE, project_dir=tmp_path)
+    with pytest.raises(UsageError, match=r"init_trackers: the project's name is not a text \(got NoneType\); give one"):
+        accelerator.init_trackers(None)
+    accelerator.end_training()
 
 
 def test_what_cannot_be_tracked_is_said(tmp_path):

@@ -66,7 +66,7 @@ def validate(
     file: Annotated[
         Path | None, typer.Argument(help="The file; default: the one that launch would use.", **options.PATH)
     ] = None,
-    config: Annotated[Path | None, typer.Option("--config", help="The same as FILE.", **options.PATH)] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="The same as PATH.", **options.PATH)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
     """Validate a file. Prints all problems, with line and column."""

@@ -132,8 +132,7 @@ def together(config: "Config", config_name: str, folder: Path, here: "Machine", 
     try:
         launched = spec.launch_spec(
             files.overlaid(config, {**soon, **ONCE, "shardkit.launch.log_dir": str(logs)}),
-            "shardkit.doctor.ranks",
-            is_module=True,
+            str(Path(ranks_files.__file__).with_name("ranks.py")),
             config_name=config_name,
             cores=here.cores,
             has_prefix=False,

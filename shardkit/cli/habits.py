@@ -28,6 +28,7 @@ HABITS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "--name": ("job-name", "job"),
         "--to": ("engine", "scheduler"),
         "--time": ("time-limit", "walltime"),
+        "--check": ("dry-run",),
     },
 }
 """By verb and option of shardkit: what else it is called, without leading dashes."""

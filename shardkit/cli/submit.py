@@ -60,7 +60,9 @@ def submit(
     ] = None,
     program: Annotated[
         str | None,
-        typer.Option(help="Command that starts shardkit on a machine; default: shardkit, or this Python -m shardkit."),
+        typer.Option(
+            help="Command that starts shardkit on a machine; default: shardkit, or this Python with its shardkit."
+        ),
     ] = None,
     option: Annotated[
         list[str] | None,

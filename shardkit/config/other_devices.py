@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib import metadata
 
+from shardkit import new_process
 from shardkit.log import get_logger
 
 log = get_logger(__name__)
@@ -22,7 +23,7 @@ def found() -> tuple[tuple[str, int, str], ...]:
     one could not use a device afterwards. Where nothing speaks for a device, torch is not asked: it takes seconds."""
     if not _may_exist():
         return ()
-    command = [sys.executable, "-m", "shardkit.distributed.device_list"]
+    command = new_process.command("shardkit.distributed.device_list")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
         return tuple((str(name), int(memory), str(kind)) for name, memory, kind in json.loads(done.stdout))

@@ -21,8 +21,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """Seeds Python, NumPy (if imported) and torch on all devices; with `device_specific`, seed + rank. With
     `deterministic` torch uses deterministic algorithms from now on, and raises an error where it has none.
 
-    Use the same seed on every rank unless ranks should differ in dropout or augmentation. The order of the data does
-    not depend on it: all ranks use rank 0's seed.
+    Use the same seed on every rank unless ranks should differ in dropout or augmentation. The order of the data is
+    the same on all ranks in any case: it follows rank 0's seed, where neither the loader nor shardkit.seed has one.
     """
     if device_specific:
         seed += rank()

@@ -1,6 +1,7 @@
 """What the ranks of `shardkit doctor` try together: they meet as those of a run, compare machines, time collectives.
 
-python -m shardkit.doctor.ranks        under `shardkit launch`'s machinery, on every rank
+It is the script that `shardkit launch`'s machinery runs on every rank: a file, no module, since Python imports from the
+folder of a script, and for a module from the working folder.
 """
 
 import contextlib

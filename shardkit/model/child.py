@@ -1,12 +1,11 @@
 """Runs a shardkit module in a separate process, isolated from side effects of the user's code."""
 
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardkit import env
+from shardkit import env, new_process
 
 
 @dataclass(frozen=True)
@@ -25,10 +24,10 @@ class Ended:
 def run(
     module: str, arguments: Sequence[str], folder: Path, timeout_s: float, variables: Mapping[str, str] | None = None
 ) -> Ended | None:
-    """Runs `python -m module arguments` in a folder; None on timeout. Output of the user's code is discarded."""
+    """Runs the module's `main()` in a folder; None on timeout. Output of the user's code is discarded."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", module, *arguments],
+            new_process.command(module, arguments),
             cwd=folder,
             env={**env.copy(), "PYTHONWARNINGS": "ignore", **(variables or {})},
             stdin=subprocess.DEVNULL,

@@ -28,7 +28,7 @@ STANDARD_LIBRARY = Path(json.__file__).parent.parent
 
 
 def main() -> None:
-    """`python -m shardkit.model.probe KIND SPEC RESULT`: writes the description, or the error, to RESULT."""
+    """With the arguments KIND SPEC RESULT: writes the description, or the error, to RESULT."""
     kind, spec, result = sys.argv[1:4]
     try:
         if kind == "prepared":
@@ -74,7 +74,7 @@ def describe_prepared(spec: str) -> Prepared:
 def imported(spec: str) -> Any:
     """The object that `module:name` names; the current folder's modules count."""
     module, _, name = spec.partition(":")
-    if "" not in sys.path:
+    if sys.path[0] != "":
         sys.path.insert(0, "")
     return attrgetter(name)(import_module(module))
 
@@ -168,7 +168,3 @@ def in_library(error: BaseException) -> str | None:
         if file.is_relative_to(LIBRARIES) and not any(file.is_relative_to(folder) for folder in ours)
     ]
     return theirs[-1] if theirs else None
-
-
-if __name__ == "__main__":
-    main()

@@ -69,7 +69,7 @@ class Step:
 
 
 def main() -> None:
-    """`python -m shardkit.plan.worker JOB RESULT`: reads the job, writes the steps or the error."""
+    """With the arguments JOB RESULT: reads the job, writes the steps or the error."""
     job_file, result = Path(sys.argv[1]), Path(sys.argv[2])
     try:
         job = Job(**json.loads(job_file.read_text()))
@@ -268,7 +268,3 @@ def _to_json(step: Step, remark: str | None) -> dict[str, Any]:
         "host_bytes": step.host_bytes,
         "remarks": [*([remark] if remark else []), *_unused_remark(step.unused)],
     }
-
-
-if __name__ == "__main__":
-    main()

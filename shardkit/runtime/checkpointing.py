@@ -19,8 +19,8 @@ class Checkpointing(Topology):
 
     def register_for_checkpointing(self, *registered: Any) -> None:
         """Adds objects to save_state and load_state, each once, also where a cell is run again. They need state_dict()
-        -> JSON values or tensors, and load_state_dict(state). State that differs between ranks is saved per rank, and
-        loads only on the same number of ranks."""
+        -> JSON values or tensors, and load_state_dict(state). State that differs between ranks is saved per rank;
+        on another number of ranks rank 0's is loaded everywhere, with a warning."""
         bad = [o for o in registered if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))]
         if bad:
             kinds = ", ".join(type(one).__name__ for one in bad)

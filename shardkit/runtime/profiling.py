@@ -29,7 +29,8 @@ def traced(run: Run, handler: Any = None) -> Iterator[profile]:
     section = run.config.shardkit.profile if handler is None else _section_of(handler)
     of_user = getattr(handler, "on_trace_ready", None) or _of_handlers(run)
     folder = _folder(run, section, of_user)
-    writer = None if folder is None else _writer(folder, run.process.rank, bool(section.active))
+    written: list[Path] = []
+    writer = None if folder is None else _writer(folder, run.process.rank, bool(section.active), written)
     with profile(
         activities=_activities(section),
         schedule=_schedule(section),
@@ -41,8 +42,17 @@ def traced(run: Run, handler: Any = None) -> Iterator[profile]:
         with_modules=section.with_modules,
     ) as profiler:
         yield profiler
-    if folder is not None:
+    if folder is None:
+        return
+    if written:
         log.info("profile: traces of all ranks are in %s.", folder)
+        return
+    log.warning(
+        "profile: no trace was written, since the schedule begins to record after %d calls of profiler.step() (got "
+        "%d); call it after each step, or lower skip_first, wait and warmup of shardkit.profile.",
+        section.skip_first + section.wait + section.warmup,
+        profiler.step_num,
+    )
 
 
 def _section_of(handler: Any) -> ProfileConfig:
@@ -93,13 +103,12 @@ def _schedule(section: ProfileConfig) -> Any:
     )
 
 
-def _writer(folder: Path, rank: int, has_cycles: bool) -> Callable[[profile], None]:
-    cycles = 0
+def _writer(folder: Path, rank: int, has_cycles: bool, written: list[Path]) -> Callable[[profile], None]:
+    """A function that writes the trace of each cycle, and adds its path to `written`."""
 
     def write(profiler: profile) -> None:
-        nonlocal cycles
-        cycles += 1
-        name = f"profile_{rank}.{cycles}.json" if has_cycles else f"profile_{rank}.json"
+        name = f"profile_{rank}.{len(written) + 1}.json" if has_cycles else f"profile_{rank}.json"
         profiler.export_chrome_trace(str(folder / name))
+        written.append(folder / name)
 
     return write

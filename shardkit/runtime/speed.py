@@ -10,6 +10,7 @@ from shardkit.plan import devices
 from shardkit.runtime import measure
 from shardkit.runtime.run import Run
 from shardkit.sizes import GIB
+from shardkit.tracking.tracker import MEASURED
 
 # Forward and backward take 6 operations per parameter and token: 2 and 4. PaLM (arXiv:2204.02311), appendix B,
 # without its term for attention.
@@ -38,16 +39,16 @@ class Speed:
             return {}
         self._at = now
         found = {
-            "speed/step_time_s": seconds / steps,
-            "speed/samples_per_s": samples / seconds,
-            "speed/peak_memory_gib": measure.peak_bytes(self._run) / GIB,
+            f"{MEASURED}step_time_s": seconds / steps,
+            f"{MEASURED}samples_per_s": samples / seconds,
+            f"{MEASURED}peak_memory_gib": measure.peak_bytes(self._run) / GIB,
         }
         if tokens:
-            found["speed/tokens_per_s"] = tokens / seconds
-            found["speed/tokens"] = float(self._tokens)
+            found[f"{MEASURED}tokens_per_s"] = tokens / seconds
+            found[f"{MEASURED}tokens"] = float(self._tokens)
             if (peak := self._peak_flops()) is not None:
                 parameters = sum(p.numel() for model in self._run.models for p in every_parameter(model))
-                found["speed/mfu"] = FLOPS_PER_PARAMETER_AND_TOKEN * parameters * tokens / seconds / peak
+                found[f"{MEASURED}mfu"] = FLOPS_PER_PARAMETER_AND_TOKEN * parameters * tokens / seconds / peak
         return found
 
     def _note_step(self) -> None:

@@ -21,6 +21,9 @@ from shardkit.submit import engines, reading, sizing
 from shardkit.submit.engines import Engine
 from shardkit.submit.job import CPUS_PER_GPU, Job
 
+MAIN = Path(__file__).parent.parent / "__main__.py"
+"""The program `shardkit`, as a file: a job starts in the project's folder, from which `python -m` would import."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -177,8 +180,9 @@ def _name(script: str, is_module: bool) -> str:
 
 
 def _program(engine: Engine) -> tuple[str, ...]:
-    """The command for shardkit: this Python on machines that share this machine's folders, else `shardkit`."""
-    return (sys.executable, "-m", "shardkit") if engine.name in ("slurm", "ssh") else ("shardkit",)
+    """The command for shardkit: this Python and its shardkit on machines that share this machine's folders, else
+    `shardkit`."""
+    return (sys.executable, str(MAIN)) if engine.name in ("slurm", "ssh") else ("shardkit",)
 
 
 def _words(flag: str, text: str | None) -> tuple[str, ...]:

@@ -3,8 +3,10 @@
 import re
 import shlex
 
+from shardkit.digits import number_in
 from shardkit.errors import EXIT_PREEMPTED
 from shardkit.submit.job import PEERS_S, Job, configuration_file, folded, head, memory_in_gib
+from shardkit.wording import counted
 
 # Options of sbatch that this file writes, and the flags or settings that they depend on.
 OURS = {
@@ -23,6 +25,9 @@ OURS = {
 }
 
 
+_OTHER_MEMORY = ("mem-per-cpu", "mem-per-gpu")
+"""Options of sbatch that exclude `mem`."""
+
 EARLIER_S = 60
 """How much earlier than asked for SLURM may send the signal (sbatch(1), --signal)."""
 
@@ -38,10 +43,22 @@ def problems(job: Job) -> list[str]:
     for key, value in job.options.items():
         if key in OURS:
             found.append(f"--option {key}: is set by shardkit (from {OURS[key]}); change that, and remove the option.")
-        elif not re.fullmatch(r"[a-z][a-z0-9-]*", key):
+        elif not re.fullmatch(r"[a-z][a-z0-9-]+", key):
             found.append(f"--option: not a long option of sbatch without dashes (got {key!r}); write partition=gpu.")
         elif "\n" in value:
             found.append(f"--option {key}: contains a line break (got {value!r}); remove it.")
+    if re.search(r"[\\\n]", str(job.folder)):
+        found.append(
+            f"submit: SLURM writes no log below a folder with a backslash or a line break (got {str(job.folder)!r}); "
+            "rename it."
+        )
+    if (count := _gpus_of_gres(job)) is not None and job.gpus_per_machine not in (0, count):
+        found.append(
+            f"--option gres: another number of GPUs than a machine has ranks (got {job.options['gres']}, and "
+            f"{counted(job.gpus_per_machine, 'rank')}); change it, or num_processes."
+        )
+    if job.memory_bytes is not None and (other := [name for name in _OTHER_MEMORY if name in job.options]):
+        found.append(f"--option {other[0]}: says the memory in another way than --memory; remove one of them.")
     return found
 
 
@@ -56,7 +73,7 @@ def render(job: Job) -> str:
             "#!/bin/bash",
             head(job, "Submit it with: sbatch FILE"),
             *(
-                f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={shlex.quote(value)}"
+                f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={_quoted(value)}"
                 for name, value in _options(job)
             ),
             "",
@@ -81,9 +98,10 @@ def _options(job: Job) -> list[tuple[str, str | None]]:
         ("nodes", str(job.machines)),
         ("ntasks-per-node", "1"),
         ("cpus-per-task", str(job.cpus_per_machine)),
-        ("mem", memory),  # 0: all memory of a machine
     ]
-    if job.gpus_per_machine:
+    if not any(name in job.options for name in _OTHER_MEMORY):
+        options.append(("mem", memory))  # 0: all memory of a machine
+    if job.gpus_per_machine and _gpus_of_gres(job) is None:
         options.append(("gpus-per-node", str(job.gpus_per_machine)))
     if job.time_s is not None:
         options.append(("time", time_text(job.time_s)))
@@ -94,9 +112,28 @@ def _options(job: Job) -> list[tuple[str, str | None]]:
         ("requeue", None),
         ("open-mode", "append"),
         ("chdir", str(job.folder)),
-        *([] if "output" in given else [("output", "%x-%j.log")]),
+        *([] if "output" in given else [("output", f"{_folder_in_pattern(job)}%x-%j.log")]),
         *given.items(),
     ]
+
+
+def _quoted(value: str) -> str:
+    """A value in a line of sbatch, which reads quotes as a shell does, but backslashes in all of them as in none."""
+    return shlex.quote(value).replace("\\", "\\\\")
+
+
+def _folder_in_pattern(job: Job) -> str:
+    """What goes before the name of the log: SLURM also replaces `%j` in the folder that it adds by itself."""
+    folder = str(job.folder)
+    return folder.replace("%", "%%") + "/" if "%" in folder else ""
+
+
+def _gpus_of_gres(job: Job) -> int | None:
+    """The GPUs of a machine in the option `gres` (`gpu:a100:8`), which sbatch takes in place of --gpus-per-node, not
+    beside it; None if it names none."""
+    parts = [part.removeprefix("gres:").split(":") for part in job.options.get("gres", "").split(",")]
+    counts = [number_in(words[-1]) for words in parts if words[0] == "gpu"]
+    return sum(1 if count is None else count for count in counts) if counts else None
 
 
 def time_text(seconds: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardkit.tracking.tracker import Tracker, plain
+from shardkit.tracking.tracker import Tracker, config_as_json, plain
 
 
 class _Begun(Tracker):
@@ -64,23 +64,40 @@ class _Begun(Tracker):
 
 
 class TensorBoard(_Begun):
-    """Event files in the run's folder; after a checkpoint is loaded, steps that will be repeated are purged."""
+    """Event files in the run's folder; after a checkpoint is loaded, steps that are repeated are purged."""
 
     name = "tensorboard"
     requires_logging_directory = True
-    _purge: int | None = None
+
+    def __init__(self, *of_all: Any, **arguments: Any) -> None:
+        super().__init__(*of_all, **arguments)
+        self._purge: int | None = None
+        self._last: dict[str, float] = {}
+        """The last step of each name that this process has logged."""
+        self._waits = False
 
     @property
     def writer(self) -> Any:
         """The SummaryWriter."""
         return self.tracker
 
-    def rewind(self, step: int, names: frozenset[str]) -> None:
+    def rewind(self, step: float, names: frozenset[str]) -> None:
+        """A process that has logged before may have loaded its best state to test it: there the purge, which is of all
+        names, waits until one of them comes again."""
+        self._waits = bool(self._last)
+        if not self._waits:
+            self._purge_from(step)
+
+    def _purge_from(self, step: float) -> None:
         if self._own is not None:
             self._own.close()
-        self._own, self._purge = None, step
+        self._own, self._purge, self._waits = None, int(step), False
 
-    def log(self, values: dict[str, Any], step: int | None = None, **arguments: Any) -> None:
+    def log(self, values: dict[str, Any], step: float | None = None, **arguments: Any) -> None:
+        if isinstance(step, (int, float)):
+            if self._waits and any(self._last.get(name, step - 1) >= step for name in values):
+                self._purge_from(step)
+            self._last |= dict.fromkeys(values, step)
         for name, value in values.items():
             number = plain(value)
             if isinstance(number, str):
@@ -103,7 +120,7 @@ class TensorBoard(_Begun):
         return SummaryWriter(str(self._folder), **{"purge_step": self._purge, **self._arguments})
 
     def _store(self, values: dict[str, Any]) -> None:
-        self._own.add_text("config", json.dumps(values, indent=1, default=str).replace("\n", "  \n"))
+        self._own.add_text("config", config_as_json(values).replace("\n", "  \n"))
         self._own.flush()
 
     def _end(self) -> None:

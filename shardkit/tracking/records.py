@@ -6,11 +6,11 @@ import json
 import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardkit.digits import number_in
-from shardkit.tracking.tracker import Tracker, plain
+from shardkit.tracking.tracker import MEASURED, Step, Tracker, config_as_json, plain
 
 Record = dict[str, Any]
 
@@ -29,7 +29,10 @@ class _File(Tracker):
         self.path = folder / f"metrics.{self.suffix}"
         self._is_resumed = is_resumed
         self._is_open = False
+        self._process, self._is_older = os.getpid(), self.path.exists()
         self._config: dict[str, Any] | None = None
+        self._come_again: set[str] | None = None
+        """Names of values that were logged since a checkpoint was loaded; None without a load."""
 
     @property
     def tracker(self) -> Any:
@@ -44,7 +47,23 @@ class _File(Tracker):
         if self._config is not None:
             self._open()
 
-    def rewind(self, step: int, names: frozenset[str]) -> None:
+    def log(self, values: dict[str, Any], step: Step = None, **_: Any) -> None:
+        self._open()
+        if self._come_again is not None:
+            names = {name for name in values if not name.startswith(MEASURED)} - self._come_again
+            if names:
+                self._drop(step, names)
+        self._write(_record(values, step))
+
+    def rewind(self, step: float, names: frozenset[str]) -> None:
+        """Drops the records from the step on that have one of the names, and those of other names when they are logged:
+        a script may count them otherwise, as epochs."""
+        self._come_again = set()
+        self._drop(step, {*names})
+
+    def _drop(self, step: Step, names: set[str]) -> None:
+        assert self._come_again is not None
+        self._come_again |= names
         if not self.path.exists():
             return
         text = self._text([record for record in self.records() if not _comes_again(record, step, names)])
@@ -52,15 +71,14 @@ class _File(Tracker):
             _replace(self.path, text)
 
     def _open(self) -> None:
-        if self._is_open:
+        if self._is_open or os.getpid() != self._process:  # a worker of a loader, which was forked from this run
             return
         self._is_open = True
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists() and not self._is_resumed():
+        if self._is_older and self.path.exists() and not self._is_resumed():
             os.rename(self.path, _free_name(self.path))
         if self._config is not None:
-            text = json.dumps(self._config, indent=1, default=str) + "\n"
-            _replace(self.path.with_name("config.json"), text)
+            _replace(self.path.with_name("config.json"), config_as_json(self._config) + "\n")
 
     def _append(self, text: str) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)  # the script, or somebody, may have deleted it
@@ -87,6 +105,9 @@ class _File(Tracker):
         """The file's records, without an incomplete last line."""
         raise NotImplementedError
 
+    def _write(self, record: Record) -> None:
+        raise NotImplementedError
+
     def _text(self, records: list[Record]) -> str:
         raise NotImplementedError
 
@@ -96,9 +117,8 @@ class JsonLines(_File):
 
     name, suffix = "jsonl", "jsonl"
 
-    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        self._open()
-        self._append(self._text([_record(values, step)]))
+    def _write(self, record: Record) -> None:
+        self._append(self._text([record]))
 
     def records(self) -> list[Record]:
         found = []
@@ -118,59 +138,72 @@ class Csv(_File):
 
     name, suffix = "csv", "csv"
 
-    def __init__(self, folder: Path, is_resumed: Callable[[], bool], **_: Any) -> None:
-        super().__init__(folder, is_resumed)
-        self._columns: list[str] | None = None
-
-    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        self._open()
-        record = _record(values, step)
-        if self._columns is None or not self.path.exists():  # a file that was moved away has taken its header along
-            self._columns = self._columns_there()
-        if new := [name for name in record if name not in self._columns]:
-            records = self.records() if self.path.exists() else []
-            self._columns += new
-            _replace(self.path, self._text([*records, record]))
+    def _write(self, record: Record) -> None:
+        columns = self._columns()
+        known = set(columns)
+        if new := [name for name in record if name not in known]:
+            records = self.records() if columns else []
+            _replace(self.path, _table([*columns, *new], [*records, record]))
         else:
-            self._append(self._rows([record]))
+            self._append(_rows(columns, [record]))
 
     def records(self) -> list[Record]:
         table = csv.DictReader(io.StringIO(self._complete(), newline=""))
         rows = [row for row in table if None not in (*row, *row.values())]
         return [row | {"step": _step(row["step"])} for row in rows]
 
-    def _columns_there(self) -> list[str]:
+    def _columns(self) -> list[str]:
+        """Those of the file: it may have been moved away, or another process has added some."""
         if not self.path.exists():
             return []
         with open(self.path, newline="", encoding="utf-8") as file:
             return next(csv.reader(file), [])
 
     def _text(self, records: list[Record]) -> str:
-        return self._rows([{name: name for name in self._columns or self._columns_there()}, *records])
-
-    def _rows(self, records: list[Record]) -> str:
-        columns, text = self._columns or self._columns_there(), io.StringIO()
-        csv.DictWriter(text, columns, lineterminator="\n").writerows(records)
-        return text.getvalue()
+        return _table(self._columns(), records)
 
 
-def _record(values: dict[str, Any], step: int | None) -> Record:
+def _table(columns: list[str], records: list[Record]) -> str:
+    return _rows(columns, [{name: name for name in columns}, *records])
+
+
+def _rows(columns: list[str], records: list[Record]) -> str:
+    rows = []
+    for record in records:
+        row = io.StringIO()
+        csv.writer(row, lineterminator="\r\n").writerow([record.get(name) for name in columns])  # so quotes both
+        rows.append(row.getvalue().removesuffix("\r\n") + "\n")
+    return "".join(rows)
+
+
+def _record(values: dict[str, Any], step: Step) -> Record:
     """One call's record. A value that is named `step` gets another name: a resumed run drops records by their step."""
-    return {"step": step, **{"logged_step" if name == "step" else name: plain(one) for name, one in values.items()}}
+    return {"step": _valid(step), **{_column(name): _valid(plain(one)) for name, one in values.items()}}
 
 
-def _comes_again(record: Record, step: int, names: frozenset[str]) -> bool:
+def _column(name: str) -> str:
+    return "logged_step" if name == "step" else _valid(name)
+
+
+def _valid(value: Any) -> Any:
+    """The value; a text in a form that UTF-8 has, which names of files may lack."""
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+
+
+def _comes_again(record: Record, step: Step, names: set[str]) -> bool:
     at = record.get("step")
-    if not isinstance(at, int):
+    if not (isinstance(at, (int, float)) and isinstance(step, (int, float)) and at >= step):
         return False
-    present = {name for name, value in record.items() if value not in ("", None)}
-    return at > step or (at == step and bool(names & present))
+    return any(record.get(_column(name)) not in ("", None) for name in names)
 
 
-def _step(text: str) -> int | None:
-    """A step as it was written; None for anything else."""
-    number = number_in(text.removeprefix("-"))
-    return -number if number is not None and text.startswith("-") else number
+def _step(text: str) -> Step:
+    """A step as it was written: a number, or a text of another form."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            if str(number := kind(text)) == text:
+                return number
+    return text or None
 
 
 def _json(value: Any) -> Any:

@@ -1,9 +1,15 @@
 """The base class of trackers, and the placeholder on other ranks."""
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardkit.errors import UsageError
+
+Step = float | int | str | None
+
+MEASURED = "speed/"
+"""How the names begin of what a run measures of itself (`shardkit.log_speed`)."""
 
 
 class Tracker:
@@ -32,7 +38,7 @@ class Tracker:
         """Logs numbers and texts by name. `arguments` are `log_kwargs[name]` of `Accelerator.log`."""
         raise UsageError(f"log: {type(self).__name__} has no method log(values, step, **arguments); write one.")
 
-    def rewind(self, step: int, names: frozenset[str]) -> None:
+    def rewind(self, step: float, names: frozenset[str]) -> None:
         """Called after a checkpoint was loaded: values after `step`, and those of these names at `step`, are logged
         again."""
 
@@ -78,11 +84,13 @@ class NoTracker(Tracker):
         return f"<no {self.name} on this rank>"
 
 
-def refuse_others(values: Any) -> None:
-    """Raises UsageError where values are not numbers and texts by name. Checks types only, so it is the same on all
-    ranks."""
+def refuse_others(values: Any, step: Any = None) -> None:
+    """Raises UsageError where values are not numbers and texts by name, or the step is none of these. Checks types
+    only, so it is the same on all ranks."""
     if not isinstance(values, Mapping):
         raise UsageError(f'log: not values by name (got {type(values).__name__}); write {{"loss": loss}}.')
+    if text := _problem("step", step):
+        raise UsageError(f"log: step: {text}; give a number, or leave it out: it is the optimizer step then.")
     problems = [f"{name!r}: {text}" for name, value in values.items() if (text := _problem(name, value))]
     if problems:
         raise UsageError(
@@ -96,6 +104,19 @@ def plain(value: Any) -> float | int | str | bool | None:
     synchronizes the device."""
     found = value if value is None or isinstance(value, (bool, int, float, str)) else value.item()
     return found if found is None or isinstance(found, (bool, int, float, str)) else str(found)
+
+
+def config_as_json(values: Mapping[str, Any]) -> str:
+    """The configuration of a run as JSON; as text what JSON has no form for: objects, dicts whose keys are no text."""
+    return json.dumps({str(name): _in_json(value) for name, value in values.items()}, indent=1, default=str)
+
+
+def _in_json(value: Any) -> Any:
+    try:
+        json.dumps(value, default=str)
+    except (TypeError, ValueError, RecursionError):  # other keys; a value that contains itself
+        return str(value)
+    return value
 
 
 def _problem(name: Any, value: Any) -> str | None:

@@ -1,5 +1,6 @@
 """The trackers of a run: selection, start, and logging to all of them."""
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -11,7 +12,7 @@ from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.tracking.installed import Mlflow, TensorBoard, Trackio, WeightsAndBiases
 from shardkit.tracking.records import Csv, JsonLines
-from shardkit.tracking.tracker import NoTracker, Tracker, refuse_others
+from shardkit.tracking.tracker import NoTracker, Step, Tracker, plain, refuse_others
 
 log = get_logger(__name__)
 
@@ -73,7 +74,12 @@ class Trackers:
         """Starts the trackers. `folder`: the log folder; `arguments`: constructor arguments by tracker name."""
         if self.active:
             self.finish()
-        name = re.sub(r"[^\w.-]+", "_", project)
+        if not isinstance(project, (str, os.PathLike)):
+            raise UsageError(
+                f"init_trackers: the project's name is not a text (got {type(project).__name__}); give one, such as "
+                'init_trackers("first").'
+            )
+        name = re.sub(r"[^\w.-]+", "_", project := str(project))
         place = None if folder is None else Path(folder) / name
         wanted: list[str | Tracker] = list(self.selected)
         if "jsonl" not in wanted:
@@ -108,18 +114,20 @@ class Trackers:
     def log(
         self,
         values: Mapping[str, Any],
-        step: int,
+        step: Any,
         arguments: Mapping[str, Mapping[str, Any]] | None = None,
         measured: Mapping[str, float] | None = None,
     ) -> None:
         """Logs the values, and the `measured` ones, to all trackers. Raises UsageError on every rank where a value is
         neither number nor text."""
-        refuse_others(values)
+        refuse_others(values, step)
+        step = plain(step)
         if not self.active:
             if not self._has_announced:
                 self._has_announced = True
                 log.info("trackers: log() before init_trackers(), or after end_training(): nothing is recorded.")
             return
+        refuse_unknown("log: log_kwargs", arguments or {}, {tracker.name for tracker in self.active})
         self._note_loads(step, frozenset(values))
         for tracker in self.active:
             tracker.log({**values, **(measured or {})}, step=step, **(arguments or {}).get(tracker.name, {}))
@@ -130,9 +138,9 @@ class Trackers:
         for tracker in done:
             tracker.finish()
 
-    def _note_loads(self, step: int, names: frozenset[str]) -> None:
+    def _note_loads(self, step: Step, names: frozenset[str]) -> None:
         loads = self._loads()
-        if loads > self._loads_seen:
+        if loads > self._loads_seen and isinstance(step, (int, float)):
             self._loads_seen = loads
             for tracker in self.active:
                 tracker.rewind(step, names)
@@ -169,14 +177,16 @@ class Trackers:
                 "ProjectConfiguration(logging_dir=...)."
             )
         names = {one if isinstance(one, str) else one.name for one in wanted}
-        unused = [name for name in arguments if name not in names]
-        if unknown := [name for name in unused if name not in (*KNOWN, *UNSUPPORTED)]:
-            raise UsageError(
-                f"init_trackers: init_kwargs for an unknown tracker (got {', '.join(unknown)}); "
-                f"there are {', '.join(sorted(names))}."
-            )
-        if unused:
+        refuse_unknown("init_trackers: init_kwargs", arguments, names)
+        if unused := [name for name in arguments if name not in names]:
             log.info("trackers: init_kwargs of %s are not used: log_with does not name them.", ", ".join(unused))
+
+
+def refuse_unknown(where: str, arguments: Mapping[str, Any], names: set[str]) -> None:
+    """Raises UsageError for arguments of a tracker that neither the run nor anybody has."""
+    if unknown := [name for name in arguments if name not in (*names, *KNOWN, *UNSUPPORTED)]:
+        there = ", ".join(sorted(names))
+        raise UsageError(f"{where} for an unknown tracker (got {', '.join(unknown)}); there are {there}.")
 
 
 def _name(given: Any) -> str | Tracker:
