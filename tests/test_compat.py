@@ -29,8 +29,9 @@ from shardkit.compat.handlers import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    ProfileKwargs,
 )
-from shardkit.compat.kinds import DistributedType, PrecisionType
+from shardkit.compat.kinds import DistributedType, DynamoBackend, PrecisionType
 from shardkit.compat.local_sgd import LocalSGD
 from shardkit.compat.members import MEMBERS
 from shardkit.compat.mesh_sizes import ParallelismConfig
@@ -52,6 +53,7 @@ from shardkit.runtime import process_control
 from shardkit.runtime.project import ProjectConfiguration
 from tests.ranks import log_lines
 
+ALONE = {"distributed_type": "NO", "use_cpu": True}
 LISTED = Path(__file__).parent / "data" / "accelerate_names.txt"
 
 
@@ -858,6 +860,78 @@ def exchanges_as_the_handler_says():
 
 def test_a_ddp_handler_that_is_set_or_changed_later_is_read_by_prepare(ranks):
     assert ranks.run(2, exchanges_as_the_handler_says)[0] == [(True, True), (False, False)]
+
+
+def test_settings_objects_are_attributes_which_can_be_set_or_say_that_they_cannot(clean_states, tmp_path):
+    kinds = (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
+    handlers = [kind() for kind in kinds]
+    accelerator = Accelerator(config=ALONE, kwargs_handlers=handlers)
+    shown = [accelerator.autocast_handler, accelerator.scaler_handler, accelerator.init_handler]
+    assert [*shown, accelerator.profile_handler] == handlers and accelerator.ao_recipe_handler is None
+    assert (accelerator.fp8_enabled, accelerator.has_fp8_handler, accelerator.fp8_backend) == (False, False, "NO")
+    with pytest.raises(UsageError, match=r"a GradScalerKwargs is read when the Accelerator is made .*kwargs_handlers="):
+        accelerator.scaler_handler = GradScalerKwargs(init_scale=8.0)
+    with pytest.raises(UsageError, match="recipes for fp8 are not supported"):
+        accelerator.te_recipe_handler = object()
+    traced = []
+    accelerator.profile_handler.on_trace_ready = traced.append
+    with accelerator.profile() as profiler:
+        torch.ones(1).sum()
+    assert traced == [profiler]
+    accelerator.autocast_handler = AutocastKwargs(enabled=False)
+    with torch.autocast("cpu"), accelerator.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+    with pytest.raises(UsageError, match=r"AutocastKwargs\(enabled=...\)"):
+        accelerator.prepare(torch.nn.Linear(1, 1))
+
+
+def splits_batches_as_the_object_says():
+    accelerator = Accelerator(config={"distributed_type": "MULTI_CPU", "use_cpu": True, "num_processes": 2})
+
+    def first_batch():
+        return next(iter(accelerator.prepare(torch.utils.data.DataLoader(range(8), batch_size=4)))).tolist()
+
+    found = [first_batch()]
+    accelerator.dataloader_config.split_batches = True
+    found.append(first_batch())
+    accelerator.dataloader_config = DataLoaderConfiguration(even_batches=False)
+    found.append(first_batch())
+    return found, accelerator.split_batches, accelerator.even_batches
+
+
+def test_a_configuration_of_loaders_that_is_changed_later_is_read_by_prepare(ranks):
+    found = ranks.run(2, splits_batches_as_the_object_says)
+    assert found[0] == ([[0, 1, 2, 3], [0, 1], [0, 1, 2, 3]], False, False)
+    assert found[1] == ([[4, 5, 6, 7], [2, 3], [4, 5, 6, 7]], False, False)
+
+
+def test_other_objects_that_are_changed_later_are_read_when_they_count(clean_states):
+    accelerator = Accelerator(config=ALONE)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(5)))
+    settings = accelerator.gradient_state.plugin_kwargs
+    settings.update({"num_steps": 2})
+    settings["sync_with_dataloader"] = False
+    assert settings == {"num_steps": 2, "sync_with_dataloader": False} and accelerator.gradient_accumulation_steps == 2
+    syncs = []
+    for _ in loader:
+        with accelerator.accumulate():
+            syncs.append(accelerator.sync_gradients)
+    assert syncs == [False, True, False, True, False]
+    with pytest.raises(UsageError, match="plugin_kwargs: a setting of the run cannot be removed"):
+        del settings["num_steps"]
+    accelerator.state.dynamo_plugin.backend = DynamoBackend.TVM
+    with pytest.raises(UsageError, match="TorchDynamoPlugin: backend: only inductor"):
+        accelerator.prepare(torch.nn.Linear(1, 1))
+
+
+def test_a_loop_for_schedule_free_optimizers_runs_with_any(clean_states):
+    accelerator = Accelerator(config=ALONE)
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    optimizer.train()
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    optimizer.eval()
 
 
 def trains_under_fsdp_of_an_older_torch():

@@ -5,6 +5,7 @@ The functionality is in `shardkit.runtime.accelerator`. This module only has wha
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -12,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import profile as profiler
 
 from shardkit.compat import operations
 from shardkit.compat.attributes import PlainAttributes
 from shardkit.compat.differences import takes_back
-from shardkit.compat.handlers import InitProcessGroupKwargs
-from shardkit.compat.kinds import DistributedType, PrecisionType, RNGType
+from shardkit.compat.given import GivenObjects
+from shardkit.compat.handlers import AutocastKwargs, InitProcessGroupKwargs, ProfileKwargs
+from shardkit.compat.kinds import DistributedType, DynamoBackend, PrecisionType, RNGType
 from shardkit.compat.mesh_sizes import ParallelismConfig
 from shardkit.compat.one_rank import place_of_one_rank
 from shardkit.compat.operations import extract_model_from_parallel
@@ -44,7 +47,7 @@ from shardkit.storage.url import Url
 log = get_logger(__name__)
 
 
-class Accelerator(PlainAttributes, own.Accelerator):
+class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
     """The training run on this rank, with Accelerate's arguments. Arguments that are not given come from shardkit.yaml.
     Collective: every rank creates one, with equal arguments.
 
@@ -110,12 +113,14 @@ class Accelerator(PlainAttributes, own.Accelerator):
             **others,
         )
         self.rng_types = list(rng_types or [])
-        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
         self._parallelism_config = parallelism_config
         self._logged_alone: set[str] = set()
         state = AcceleratorState(_run=self._run)
         state.parallelism_config = parallelism_config
-        self.state = state  # type: ignore[assignment]
+        compiles = DynamoBackend.INDUCTOR if self.config.shardkit.compile else DynamoBackend.NO
+        state.dynamo_plugin = dynamo_plugin or TorchDynamoPlugin(compiles)
+        self.state = state
+        self._follow_objects(dataloader_config)
         self.gradient_state = GradientState(gradient_accumulation_plugin, _run=self._run)
         # Accelerate shows hooks no sharded model, so scripts remove what is there and rely on the checkpoint's copy.
         self._run.hooks.keep_models = self.is_fsdp2
@@ -133,7 +138,7 @@ class Accelerator(PlainAttributes, own.Accelerator):
     def prepare(self, *args: Any, device_placement: Any = None, **arguments: Any) -> Any:
         """As shardkit's; other objects than models, optimizers, loaders and schedulers are returned unchanged.
         Collective."""
-        self._read_ddp_handler()
+        self._read_objects()
         known = [kind_of(one) is not None for one in args]
         if device_placement is not None:
             places = zip(one_for_each(device_placement, len(args)), known, strict=True)
@@ -146,10 +151,15 @@ class Accelerator(PlainAttributes, own.Accelerator):
         return result[0] if len(result) == 1 else result
 
     def _add_accelerates_behavior(self) -> None:
-        """Give FSDP models the method `no_sync`, and schedulers Accelerate's number of steps if the run asks for it."""
+        """Give FSDP models the method `no_sync`, optimizers `train` and `eval`; and schedulers Accelerate's number of
+        steps if the run asks for it."""
         for model in self._run.models:
             if is_fsdp(model) and not hasattr(model, "no_sync"):
                 vars(model)["no_sync"] = partial(gradient_sync, [model], enabled=False)
+        for optimizer in self._run.optimizers:
+            for name in ("train", "eval"):  # of schedule-free optimizers
+                if not hasattr(optimizer, name):
+                    vars(optimizer)[name] = lambda: None
         for scheduler in self._run.schedulers:
             if self.num_processes > 1 and self.step_scheduler_with_optimizer:
                 note_scheduler()
@@ -163,6 +173,14 @@ class Accelerator(PlainAttributes, own.Accelerator):
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     # ---- a training step ----
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager:
+        """As shardkit's, with the `autocast_handler` of the Accelerator where none is given."""
+        return super().autocast(autocast_handler or self.autocast_handler)
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[profiler]:
+        """As shardkit's, with the `profile_handler` of the Accelerator where none is given."""
+        return super().profile(profile_handler or self._changed_profile_handler())
 
     @property
     def sync_gradients(self) -> bool:
@@ -277,7 +295,7 @@ class Accelerator(PlainAttributes, own.Accelerator):
     @property
     def distributed_type(self) -> DistributedType:  # type: ignore[override]
         """FSDP, MULTI_GPU, MULTI_CPU, XLA or NO."""
-        return self.state.distributed_type  # type: ignore[return-value]
+        return self.state.distributed_type
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:  # type: ignore[override]

@@ -89,6 +89,15 @@ class PrecisionType(Kind):
     BF16 = "bf16"
 
 
+class FP8BackendType(str, Enum):
+    """What computes in fp8; shardkit only uses NO and AO (torchao)."""
+
+    NO = "NO"
+    TE = "TE"
+    MSAMP = "MSAMP"
+    AO = "AO"
+
+
 class RNGType(Kind):
     """Kinds of random generators."""
 

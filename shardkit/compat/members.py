@@ -95,7 +95,7 @@ MEMBERS: dict[str, str] = {
     "skip_first_batches": "counts from the start of the epoch, also after load_state",
     "verify_device_map": _SAME,
     "lomo_backward": "refused: LOMO is not supported; use backward",
-    "fp8_backend": "AO with fp8, else None: Transformer Engine and MS-AMP are not supported",
+    "fp8_backend": "AO with fp8, else NO: Transformer Engine and MS-AMP are not supported",
 }
 
 ARGUMENTS: dict[str, str] = {
@@ -112,6 +112,13 @@ ATTRIBUTES: dict[str, str] = {
     "step": "micro-batches of the current accumulation window; setting 0 begins another window",
     "scaler": "a scaler that scales raises an error: an fp16 run has its own",
     "ddp_handler": "read by the next prepare",
+    "dataloader_config": "read by the next prepare: split_batches, even_batches and data_seed",
+    "autocast_handler": "read by autocast; one that is not enabled raises an error at the next prepare",
+    "profile_handler": "read by profile",
+    "scaler_handler, init_handler": "read by the constructor; setting another raises an error",
+    "fp8_recipe_handler, ao_recipe_handler, te_recipe_handler, msamp_recipe_handler": "None: another raises an error",
+    "gradient_state.plugin_kwargs": "num_steps and sync_with_dataloader take effect in the next accumulation window",
+    "state.dynamo_plugin": "read by the next prepare",
     "log_with": "read by the next init_trackers",
     "trackers": _SAME,
     "project_configuration": _SAME,

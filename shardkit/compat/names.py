@@ -96,8 +96,8 @@ STANDS_IN: dict[str, dict[str, str]] = {
     },
     "utils.dataclasses": {
         "shardkit.compat.kinds": (
-            "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend LoggerType "
-            "PrecisionType RNGType SageMakerDistributedType"
+            "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend FP8BackendType "
+            "LoggerType PrecisionType RNGType SageMakerDistributedType"
         ),
         "shardkit.compat.handlers": (
             "AutocastKwargs DistributedDataParallelKwargs GradScalerKwargs InitProcessGroupKwargs KwargsHandler "
