@@ -36,6 +36,7 @@ from shardkit.compat.local_sgd import LocalSGD
 from shardkit.compat.members import MEMBERS
 from shardkit.compat.mesh_sizes import ParallelismConfig
 from shardkit.compat.models import get_mixed_precision_context_manager, load_checkpoint_in_model
+from shardkit.compat.operations import gather
 from shardkit.compat.plugins import (
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
@@ -190,6 +191,37 @@ def test_functions_take_the_arguments_of_accelerates_by_name():
             takes_any = any(one.kind is one.VAR_KEYWORD for one in taken.values())
             missing[name] = [] if takes_any else [one for one in named if one not in taken]
     assert len(missing) > 100 and {name: lost for name, lost in missing.items() if lost} == {}
+
+
+def test_sizes_are_those_of_accelerate():
+    utils = import_module("shardkit.compat.utils")
+    sizes = {"10GB": 10**10, "10Gb": 10**10 // 8, "10gb": 10**10 // 8, "5MiB": 5 * 2**20, "1e1GB": 10**10, 7: 7}
+    assert {text: utils.convert_file_size_to_int(text) for text in sizes} == sizes
+    for bad in ("10", "-1GB", -3):
+        with pytest.raises(ValueError, match="not a size"):
+            utils.convert_file_size_to_int(bad)
+    dtypes = {torch.float32: 4, torch.bool: 1 / 8, "float16": 2, "fp8": 1, torch.float8_e4m3fn: 1, torch.complex64: 8}
+    dtypes |= {utils.CustomDtype.INT4: 1 / 2, utils.CustomDtype.INT2: 1 / 4, utils.CustomDtype.FP8: 1}
+    assert {dtype: utils.dtype_byte_size(dtype) for dtype in dtypes} == dtypes
+    with pytest.raises(ValueError, match="not a dtype"):
+        utils.dtype_byte_size(None)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Sequential(torch.nn.Linear(2, 3)))
+    found = utils.compute_module_sizes(model, utils.CustomDtype.INT4, {"1.0.bias": torch.float32})
+    assert dict(found) == {"": 17, "0": 2, "0.weight": 2, "1": 15, "1.0": 15, "1.0.weight": 3, "1.0.bias": 12}
+    model.register_parameter("own", torch.nn.Parameter(torch.ones(100)))
+    assert utils.calculate_maximum_sizes(model) == (452, (400, ["own"]))
+    del model.own
+    model._no_split_modules = ["Sequential"]
+    assert utils.calculate_maximum_sizes(model)[1] == (36, ["1"])
+    order = utils.get_module_children_bottom_up(model, return_fqns=True)
+    assert [name for name, _ in order] == ["0", "1.0", "1", ""]
+
+
+def test_one_process_gathers_what_it_has(clean_states):
+    accelerator, loss = Accelerator(config=ALONE), torch.tensor(2.5, requires_grad=True)
+    for gathers in (gather, accelerator.gather, accelerator.gather_for_metrics):
+        assert f"{gathers(loss):.1f}" == "2.5" and not gathers({"loss": loss})["loss"].requires_grad
+    assert accelerator.gather_for_metrics(["a"]) == ["a"]
 
 
 def saved_and_loaded(folder):

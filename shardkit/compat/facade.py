@@ -34,6 +34,7 @@ from shardkit.compat.states import AcceleratorState, PartialState
 from shardkit.compat.touched import TOUCHED, note_member, note_scheduler
 from shardkit.compat.window import GradientState
 from shardkit.config.schema import StateDictType
+from shardkit.distributed.collectives import leaves
 from shardkit.distributed.tensors import is_fsdp
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
@@ -174,6 +175,17 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
 
     # ---- a training step ----
 
+    def gather(self, tensor: Any) -> Any:
+        """As shardkit's; in one process a 0-dim tensor stays one. Collective."""
+        gathered = super().gather(tensor)
+        return gathered if self.use_distributed else operations.detached(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As shardkit's; in one process a 0-dim tensor stays one. Collective."""
+        gathered = super().gather_for_metrics(input_data, use_gather_object)
+        has_tensors = not use_gather_object and all(map(operations.is_torch_tensor, leaves(input_data)))
+        return operations.detached(input_data) if has_tensors and not self.use_distributed else gathered
+
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager:
         """As shardkit's, with the `autocast_handler` of the Accelerator where none is given."""
         return super().autocast(autocast_handler or self.autocast_handler)
@@ -205,13 +217,13 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
             return saving.save_alone(self._run, output_dir)
         return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
 
-    def save_model(
+    def save_model(  # type: ignore[override]  # Accelerate's order
         self,
         model: nn.Module,
         save_directory: str | Path,
         max_shard_size: str | int | None = "10GB",
-        dtype: str | torch.dtype | None = None,
         safe_serialization: bool = True,
+        dtype: str | torch.dtype | None = None,
     ) -> None:
         """As shardkit's. Collective, except inside `if accelerator.is_main_process`, as `save_state`."""
         if self._is_called_on_one_rank("save_model", sys._getframe(1)):

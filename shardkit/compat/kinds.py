@@ -59,7 +59,7 @@ class ComputeEnvironment(str, Enum):
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
-class DynamoBackend(str, Enum):
+class DynamoBackend(Kind):
     """Backends of torch.compile."""
 
     NO = "NO"
