@@ -1183,6 +1183,29 @@ def test_scan_says_what_stands_in_what_is_refused_and_what_means_another_thing()
     assert broken.startswith("a.py:2: not valid Python for this interpreter ('(' was never closed); correct it.\n0 n")
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("from accelerate.utils import *\nset_seed(1)\nx = DummyOptim", 3),
+        ("from accelerate.utils import *\ndef DummyOptim(): pass\nDummyOptim()", None),
+        ("import accelerate.utils as u\nclass A:\n    def b(self):\n        return u.DummyOptim", 4),
+        ("from accelerate import dispatch_model as d", 1),
+        ("def f():\n    import accelerate as a\n    a.Accelerator().lomo_backward(1, 2)", 3),
+        ("from accelerate import Accelerator as A\nA(deepspeed_plugin=p)", 2),
+        ("from accelerate import Accelerator as A\nA(deepspeed_plugin=None)", None),
+        ("import accelerate\nself.a = accelerate.Accelerator()\nself.a.lomo_backward(1, 2)", 3),
+        ("import accelerate\na = b = accelerate.Accelerator() if x else 1\nc = b\nc.lomo_backward(1, 2)", 4),
+        ("from accelerate import Accelerator\ndef f(a: 'Accelerator | None'):\n    a.lomo_backward(1, 2)", 3),
+        ("import accelerate\ndef f():\n    return accelerate.Accelerator()\na, b = f(), 1\na.lomo_backward(1)", 5),
+        ("from accelerate import Accelerator\na, b = Accelerator(), 1\nb.lomo_backward(1, 2)", None),
+    ],
+)
+def test_scan_finds_names_however_they_are_bound(text, line):
+    found = scan.scan_text(text, "train.py")
+    assert [one.line for one in found.refused] == ([] if line is None else [line])
+    assert found.missing == [] and found.remarks == []
+
+
 def test_scan_finds_nothing_in_a_script_on_shardkits_own_accelerator():
     script = LENGTH.replace("def main():", "def main(a=Accelerator(split_batches=True)):")
     assert scan.scan_text(script, "a.py").remarks
