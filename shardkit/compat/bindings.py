@@ -130,7 +130,7 @@ def _chain(below: str, parts: list[str], line: int) -> Iterator[tuple[str, str, 
 
 def _find_accelerators(found: Bindings, everything: list[ast.AST]) -> None:
     """Until no more are found: one may be assigned to another variable, or returned by a function."""
-    given = [pair for node in everything for pair in _given(node)]
+    given = [pair for node in everything for pair in assigned(node)]
     before = -1
     while before != len(found.accelerators):
         before = len(found.accelerators)
@@ -140,7 +140,7 @@ def _find_accelerators(found: Bindings, everything: list[ast.AST]) -> None:
             found.accelerators.add(node.arg if isinstance(node, ast.arg) else ".".join(dotted(node.target)))
 
 
-def _given(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+def assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """(variable or function, value) of an assignment or a definition."""
     match node:
         case ast.Assign(targets=targets, value=value):

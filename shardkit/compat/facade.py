@@ -244,7 +244,7 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
 
     def _is_called_on_one_rank(self, call: str, frame: FrameType) -> bool:
         """Whether the script calls this on the main process only. Raises UsageError if the call needs all ranks."""
-        place = place_of_one_rank(frame) if self.use_distributed else None
+        place = place_of_one_rank(frame, call) if self.use_distributed else None
         if place is None:
             return False
         if self.is_fsdp2 or not self.is_main_process:
