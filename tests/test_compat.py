@@ -200,6 +200,7 @@ def test_sizes_are_those_of_accelerate():
     for bad in ("10", "-1GB", -3):
         with pytest.raises(ValueError, match="not a size"):
             utils.convert_file_size_to_int(bad)
+    assert utils.get_max_memory({0: "1MB", "cpu": 5e6}) == {0: 10**6, "cpu": 5e6}
     dtypes = {torch.float32: 4, torch.bool: 1 / 8, "float16": 2, "fp8": 1, torch.float8_e4m3fn: 1, torch.complex64: 8}
     dtypes |= {utils.CustomDtype.INT4: 1 / 2, utils.CustomDtype.INT2: 1 / 4, utils.CustomDtype.FP8: 1}
     assert {dtype: utils.dtype_byte_size(dtype) for dtype in dtypes} == dtypes

@@ -197,7 +197,8 @@ def _layers(model: nn.Module, whole: Collection[str], prefix: str = "") -> Itera
 def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, int]:
     """{GPU number or "cpu": free bytes}; or the given values, in bytes."""
     if max_memory is not None:
-        return {key: convert_file_size_to_int(value) for key, value in max_memory.items()}
+        texts = {key: convert_file_size_to_int(value) for key, value in max_memory.items() if isinstance(value, str)}
+        return max_memory | texts
     numbers = range(accelerators.count())
     found: dict[Any, int] = {number: torch.accelerator.get_memory_info(number)[0] for number in numbers}
     return found | {"cpu": _free_memory()}
