@@ -628,6 +628,21 @@ def test_the_main_process_saves_alone_where_the_script_says_so(ranks, tmp_path):
     ]
 
 
+def ends_on_the_main_process(folder):
+    accelerator = Accelerator(cpu=True, project_dir=folder)
+    accelerator.init_trackers("run")
+    accelerator.log({"loss": 1.0})
+    if accelerator.is_main_process:
+        accelerator.end_training()
+    accelerator.wait_for_everyone()
+    return accelerator.trackers
+
+
+def test_the_main_process_ends_the_trackers_alone_where_the_script_says_so(ranks, tmp_path):
+    assert ranks.run(2, ends_on_the_main_process, tmp_path)[0] == []
+    assert "loss" in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
 def schedules_as_asked_for(meaning):
     import os
 

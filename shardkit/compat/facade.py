@@ -298,7 +298,11 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
         super().log(_flat(values) if self._run.trackers.active else {}, step, log_kwargs)
 
     def end_training(self) -> None:
-        """As shardkit's; also ends the process group if a PartialState started it. Collective."""
+        """As shardkit's; also ends the process group if a PartialState started it. Collective, except inside `if
+        accelerator.is_main_process`: there it only finishes the trackers, which are on rank 0."""
+        if self.use_distributed and place_of_one_rank(sys._getframe(1), "end_training") is not None:
+            self._run.trackers.finish()
+            return
         super().end_training()
         PartialState().destroy_process_group()
 

@@ -76,7 +76,7 @@ MEMBERS: dict[str, str] = {
     "init_trackers": "values are always written as JSON lines, too",
     "get_tracker": _SAME,
     "log": "numbers, texts and dicts of them; anything else is an error that names the tracker's own method",
-    "end_training": "also waits for a running background save",
+    "end_training": "also waits for a running background save; on the main process only: finishes the trackers",
     "save": "safetensors or JSON instead of pickle; --accelerates-meaning save uses torch.save",
     "save_model": "every rank writes its part, nothing is gathered; on the main process only: as save_state",
     "register_save_state_pre_hook": "under FSDP the checkpoint has the models also if the hook removes their weights",
