@@ -895,6 +895,17 @@ def test_a_loop_over_a_loader_that_was_taken_out_ends_windows_and_drops_padding(
     assert (taken_out, gathered, ends) == ([], [[0, 1, 2, 3], [4, 5, 6, 7], [8]], [False, True, True])
 
 
+def test_a_loader_that_skips_batches_has_the_length_of_the_rest(clean_states):
+    accelerator = Accelerator(config=ALONE)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(10), batch_size=2))
+    rest = accelerator.skip_first_batches(loader, 3)
+    assert isinstance(rest, torch.utils.data.DataLoader) and rest.batch_size == 2
+    assert accelerator.prepare(rest) is rest and accelerator._dataloaders == [loader]
+    assert (len(rest), [batch.tolist() for batch in rest]) == (2, [[6, 7], [8, 9]])
+    assert (len(loader), len([*loader])) == (5, 5)
+    assert len(accelerator.skip_first_batches(rest, 4)) == 1
+
+
 def exchanges_as_the_handler_says():
     accelerator = Accelerator(config={"distributed_type": "MULTI_CPU", "use_cpu": True, "num_processes": 2})
     assert accelerator.ddp_handler is None

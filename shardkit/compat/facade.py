@@ -21,6 +21,7 @@ from shardkit.compat.differences import takes_back
 from shardkit.compat.given import GivenObjects
 from shardkit.compat.handlers import AutocastKwargs, InitProcessGroupKwargs, ProfileKwargs
 from shardkit.compat.kinds import DistributedType, DynamoBackend, PrecisionType, RNGType
+from shardkit.compat.loaders import Rest, skip_first_batches
 from shardkit.compat.mesh_sizes import ParallelismConfig
 from shardkit.compat.one_rank import place_of_one_rank
 from shardkit.compat.operations import extract_model_from_parallel
@@ -137,10 +138,10 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
     # ---- what is prepared ----
 
     def prepare(self, *args: Any, device_placement: Any = None, **arguments: Any) -> Any:
-        """As shardkit's; other objects than models, optimizers, loaders and schedulers are returned unchanged.
-        Collective."""
+        """As shardkit's; other objects than models, optimizers, loaders and schedulers are returned unchanged, and so
+        are loaders that skip batches. Collective."""
         self._read_objects()
-        known = [kind_of(one) is not None for one in args]
+        known = [kind_of(one) is not None and type(one) is not Rest for one in args]
         if device_placement is not None:
             places = zip(one_for_each(device_placement, len(args)), known, strict=True)
             arguments["device_placement"] = [place for place, is_known in places if is_known]
@@ -172,6 +173,10 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
     ) -> nn.Module:
         """The script's module without DDP's wrapper; under FSDP the model itself."""
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As shardkit's; but the length is that of the rest."""
+        return skip_first_batches(dataloader, num_batches)
 
     # ---- a training step ----
 

@@ -92,7 +92,7 @@ MEMBERS: dict[str, str] = {
     "autocast": "does nothing under FSDP, which casts by its mixed precision policy",
     "profile": _SAME,
     "optimizer_step_was_skipped": _SAME,
-    "skip_first_batches": "counts from the start of the epoch, also after load_state",
+    "skip_first_batches": "counts from the start of the epoch, also after load_state; the loader skips them, too",
     "verify_device_map": _SAME,
     "lomo_backward": "refused: LOMO is not supported; use backward",
     "fp8_backend": "AO with fp8, else NO: Transformer Engine and MS-AMP are not supported",
