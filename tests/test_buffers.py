@@ -90,7 +90,9 @@ def normalized(project, strategy, reduce, exports=False):
     with log_lines() as lines:
         wrap = {"fsdp_auto_wrap_policy": "NO_WRAP"}
         given = {"distributed_type": strategy, "use_cpu": True, "fsdp_config": wrap}
-        accelerator = Accelerator(config=given, project_config=ProjectConfiguration(str(project), True))
+        accelerator = Accelerator(
+            config=given, project_config=ProjectConfiguration(str(project), automatic_checkpoint_naming=True)
+        )
         model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for step in range(2):

@@ -143,7 +143,9 @@ def test_what_was_damaged_since_is_saved_again(ranks, tmp_path):
 def accelerator_of(project):
     """An accelerator with nothing prepared yet."""
     given = {"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": {"fsdp_auto_wrap_policy": "NO_WRAP"}}
-    return Accelerator(config=given, project_config=ProjectConfiguration(str(project), True))
+    return Accelerator(
+        config=given, project_config=ProjectConfiguration(str(project), automatic_checkpoint_naming=True)
+    )
 
 
 def folds(project):

@@ -29,12 +29,14 @@ from shardkit.compat.handlers import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    ProfileKwargs,
 )
-from shardkit.compat.kinds import DistributedType, PrecisionType
+from shardkit.compat.kinds import DistributedType, DynamoBackend, PrecisionType
 from shardkit.compat.local_sgd import LocalSGD
 from shardkit.compat.members import MEMBERS
 from shardkit.compat.mesh_sizes import ParallelismConfig
 from shardkit.compat.models import get_mixed_precision_context_manager, load_checkpoint_in_model
+from shardkit.compat.operations import gather
 from shardkit.compat.plugins import (
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
@@ -52,6 +54,7 @@ from shardkit.runtime import process_control
 from shardkit.runtime.project import ProjectConfiguration
 from tests.ranks import log_lines
 
+ALONE = {"distributed_type": "NO", "use_cpu": True}
 LISTED = Path(__file__).parent / "data" / "accelerate_names.txt"
 
 
@@ -188,6 +191,38 @@ def test_functions_take_the_arguments_of_accelerates_by_name():
             takes_any = any(one.kind is one.VAR_KEYWORD for one in taken.values())
             missing[name] = [] if takes_any else [one for one in named if one not in taken]
     assert len(missing) > 100 and {name: lost for name, lost in missing.items() if lost} == {}
+
+
+def test_sizes_are_those_of_accelerate():
+    utils = import_module("shardkit.compat.utils")
+    sizes = {"10GB": 10**10, "10Gb": 10**10 // 8, "10gb": 10**10 // 8, "5MiB": 5 * 2**20, "1e1GB": 10**10, 7: 7}
+    assert {text: utils.convert_file_size_to_int(text) for text in sizes} == sizes
+    for bad in ("10", "-1GB", -3):
+        with pytest.raises(ValueError, match="not a size"):
+            utils.convert_file_size_to_int(bad)
+    assert utils.get_max_memory({0: "1MB", "cpu": 5e6}) == {0: 10**6, "cpu": 5e6}
+    dtypes = {torch.float32: 4, torch.bool: 1 / 8, "float16": 2, "fp8": 1, torch.float8_e4m3fn: 1, torch.complex64: 8}
+    dtypes |= {utils.CustomDtype.INT4: 1 / 2, utils.CustomDtype.INT2: 1 / 4, utils.CustomDtype.FP8: 1}
+    assert {dtype: utils.dtype_byte_size(dtype) for dtype in dtypes} == dtypes
+    with pytest.raises(ValueError, match="not a dtype"):
+        utils.dtype_byte_size(None)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Sequential(torch.nn.Linear(2, 3)))
+    found = utils.compute_module_sizes(model, utils.CustomDtype.INT4, {"1.0.bias": torch.float32})
+    assert dict(found) == {"": 17, "0": 2, "0.weight": 2, "1": 15, "1.0": 15, "1.0.weight": 3, "1.0.bias": 12}
+    model.register_parameter("own", torch.nn.Parameter(torch.ones(100)))
+    assert utils.calculate_maximum_sizes(model) == (452, (400, ["own"]))
+    del model.own
+    model._no_split_modules = ["Sequential"]
+    assert utils.calculate_maximum_sizes(model)[1] == (36, ["1"])
+    order = utils.get_module_children_bottom_up(model, return_fqns=True)
+    assert [name for name, _ in order] == ["0", "1.0", "1", ""]
+
+
+def test_one_process_gathers_what_it_has(clean_states):
+    accelerator, loss = Accelerator(config=ALONE), torch.tensor(2.5, requires_grad=True)
+    for gathers in (gather, accelerator.gather, accelerator.gather_for_metrics):
+        assert f"{gathers(loss):.1f}" == "2.5" and not gathers({"loss": loss})["loss"].requires_grad
+    assert accelerator.gather_for_metrics(["a"]) == ["a"]
 
 
 def saved_and_loaded(folder):
@@ -593,6 +628,21 @@ def test_the_main_process_saves_alone_where_the_script_says_so(ranks, tmp_path):
     ]
 
 
+def ends_on_the_main_process(folder):
+    accelerator = Accelerator(cpu=True, project_dir=folder)
+    accelerator.init_trackers("run")
+    accelerator.log({"loss": 1.0})
+    if accelerator.is_main_process:
+        accelerator.end_training()
+    accelerator.wait_for_everyone()
+    return accelerator.trackers
+
+
+def test_the_main_process_ends_the_trackers_alone_where_the_script_says_so(ranks, tmp_path):
+    assert ranks.run(2, ends_on_the_main_process, tmp_path)[0] == []
+    assert "loss" in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
 def schedules_as_asked_for(meaning):
     import os
 
@@ -845,6 +895,17 @@ def test_a_loop_over_a_loader_that_was_taken_out_ends_windows_and_drops_padding(
     assert (taken_out, gathered, ends) == ([], [[0, 1, 2, 3], [4, 5, 6, 7], [8]], [False, True, True])
 
 
+def test_a_loader_that_skips_batches_has_the_length_of_the_rest(clean_states):
+    accelerator = Accelerator(config=ALONE)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(10), batch_size=2))
+    rest = accelerator.skip_first_batches(loader, 3)
+    assert isinstance(rest, torch.utils.data.DataLoader) and rest.batch_size == 2
+    assert accelerator.prepare(rest) is rest and accelerator._dataloaders == [loader]
+    assert (len(rest), [batch.tolist() for batch in rest]) == (2, [[6, 7], [8, 9]])
+    assert (len(loader), len([*loader])) == (5, 5)
+    assert len(accelerator.skip_first_batches(rest, 4)) == 1
+
+
 def exchanges_as_the_handler_says():
     accelerator = Accelerator(config={"distributed_type": "MULTI_CPU", "use_cpu": True, "num_processes": 2})
     assert accelerator.ddp_handler is None
@@ -858,6 +919,78 @@ def exchanges_as_the_handler_says():
 
 def test_a_ddp_handler_that_is_set_or_changed_later_is_read_by_prepare(ranks):
     assert ranks.run(2, exchanges_as_the_handler_says)[0] == [(True, True), (False, False)]
+
+
+def test_settings_objects_are_attributes_which_can_be_set_or_say_that_they_cannot(clean_states, tmp_path):
+    kinds = (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
+    handlers = [kind() for kind in kinds]
+    accelerator = Accelerator(config=ALONE, kwargs_handlers=handlers)
+    shown = [accelerator.autocast_handler, accelerator.scaler_handler, accelerator.init_handler]
+    assert [*shown, accelerator.profile_handler] == handlers and accelerator.ao_recipe_handler is None
+    assert (accelerator.fp8_enabled, accelerator.has_fp8_handler, accelerator.fp8_backend) == (False, False, "NO")
+    with pytest.raises(UsageError, match=r"a GradScalerKwargs is read when the Accelerator is made .*kwargs_handlers="):
+        accelerator.scaler_handler = GradScalerKwargs(init_scale=8.0)
+    with pytest.raises(UsageError, match="recipes for fp8 are not supported"):
+        accelerator.te_recipe_handler = object()
+    traced = []
+    accelerator.profile_handler.on_trace_ready = traced.append
+    with accelerator.profile() as profiler:
+        torch.ones(1).sum()
+    assert traced == [profiler]
+    accelerator.autocast_handler = AutocastKwargs(enabled=False)
+    with torch.autocast("cpu"), accelerator.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+    with pytest.raises(UsageError, match=r"AutocastKwargs\(enabled=...\)"):
+        accelerator.prepare(torch.nn.Linear(1, 1))
+
+
+def splits_batches_as_the_object_says():
+    accelerator = Accelerator(config={"distributed_type": "MULTI_CPU", "use_cpu": True, "num_processes": 2})
+
+    def first_batch():
+        return next(iter(accelerator.prepare(torch.utils.data.DataLoader(range(8), batch_size=4)))).tolist()
+
+    found = [first_batch()]
+    accelerator.dataloader_config.split_batches = True
+    found.append(first_batch())
+    accelerator.dataloader_config = DataLoaderConfiguration(even_batches=False)
+    found.append(first_batch())
+    return found, accelerator.split_batches, accelerator.even_batches
+
+
+def test_a_configuration_of_loaders_that_is_changed_later_is_read_by_prepare(ranks):
+    found = ranks.run(2, splits_batches_as_the_object_says)
+    assert found[0] == ([[0, 1, 2, 3], [0, 1], [0, 1, 2, 3]], False, False)
+    assert found[1] == ([[4, 5, 6, 7], [2, 3], [4, 5, 6, 7]], False, False)
+
+
+def test_other_objects_that_are_changed_later_are_read_when_they_count(clean_states):
+    accelerator = Accelerator(config=ALONE)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(5)))
+    settings = accelerator.gradient_state.plugin_kwargs
+    settings.update({"num_steps": 2})
+    settings["sync_with_dataloader"] = False
+    assert settings == {"num_steps": 2, "sync_with_dataloader": False} and accelerator.gradient_accumulation_steps == 2
+    syncs = []
+    for _ in loader:
+        with accelerator.accumulate():
+            syncs.append(accelerator.sync_gradients)
+    assert syncs == [False, True, False, True, False]
+    with pytest.raises(UsageError, match="plugin_kwargs: a setting of the run cannot be removed"):
+        del settings["num_steps"]
+    accelerator.state.dynamo_plugin.backend = DynamoBackend.TVM
+    with pytest.raises(UsageError, match="TorchDynamoPlugin: backend: only inductor"):
+        accelerator.prepare(torch.nn.Linear(1, 1))
+
+
+def test_a_loop_for_schedule_free_optimizers_runs_with_any(clean_states):
+    accelerator = Accelerator(config=ALONE)
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    optimizer.train()
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    optimizer.eval()
 
 
 def trains_under_fsdp_of_an_older_torch():
@@ -1075,6 +1208,29 @@ def test_scan_says_what_stands_in_what_is_refused_and_what_means_another_thing()
     assert scan.report(scan.scan_text("import torch", "a.py")).startswith("The script uses no name of accelerate")
     broken = scan.report(scan.scan_text("from accelerate import Accelerator\nf(", "a.py"))
     assert broken.startswith("a.py:2: not valid Python for this interpreter ('(' was never closed); correct it.\n0 n")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("from accelerate.utils import *\nset_seed(1)\nx = DummyOptim", 3),
+        ("from accelerate.utils import *\ndef DummyOptim(): pass\nDummyOptim()", None),
+        ("import accelerate.utils as u\nclass A:\n    def b(self):\n        return u.DummyOptim", 4),
+        ("from accelerate import dispatch_model as d", 1),
+        ("def f():\n    import accelerate as a\n    a.Accelerator().lomo_backward(1, 2)", 3),
+        ("from accelerate import Accelerator as A\nA(deepspeed_plugin=p)", 2),
+        ("from accelerate import Accelerator as A\nA(deepspeed_plugin=None)", None),
+        ("import accelerate\nself.a = accelerate.Accelerator()\nself.a.lomo_backward(1, 2)", 3),
+        ("import accelerate\na = b = accelerate.Accelerator() if x else 1\nc = b\nc.lomo_backward(1, 2)", 4),
+        ("from accelerate import Accelerator\ndef f(a: 'Accelerator | None'):\n    a.lomo_backward(1, 2)", 3),
+        ("import accelerate\ndef f():\n    return accelerate.Accelerator()\na, b = f(), 1\na.lomo_backward(1)", 5),
+        ("from accelerate import Accelerator\na, b = Accelerator(), 1\nb.lomo_backward(1, 2)", None),
+    ],
+)
+def test_scan_finds_names_however_they_are_bound(text, line):
+    found = scan.scan_text(text, "train.py")
+    assert [one.line for one in found.refused] == ([] if line is None else [line])
+    assert found.missing == [] and found.remarks == []
 
 
 def test_scan_finds_nothing_in_a_script_on_shardkits_own_accelerator():

@@ -126,6 +126,17 @@ def test_an_object_that_says_nothing_is_refused_in_words():
         accelerator(kwargs_handlers=[Wrong()])
 
 
+def test_a_project_takes_what_accelerates_does_in_its_order_and_refuses_what_is_set_later():
+    project = ProjectConfiguration("runs", "logs", True, 3)
+    assert (project.logging_dir, project.automatic_checkpoint_naming, project.total_limit) == ("logs", True, 3)
+    with pytest.raises(UsageError, match=r"logging_dir=\.\.\.\): trackers write files \(got True\)"):
+        ProjectConfiguration("runs", True)
+    with pytest.raises(UsageError, match="a checkpoint is written once"):
+        project.save_on_each_node = True
+    with pytest.raises(UsageError, match=r"not a number of checkpoints to keep \(got 0\)"):
+        project.total_limit = 0
+
+
 @pytest.mark.parametrize("given", ["3", 0, -1, 2.5])
 def test_a_limit_that_is_no_number_of_checkpoints_is_refused_before_the_first_save(given):
     """A text, as of an argument without type=int, was met on rank 0 alone, after its first save."""

@@ -5,34 +5,17 @@ Setting one takes effect in this run, or raises UsageError: without a property P
 
 from collections.abc import Iterable
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 import torch
 
-from shardkit.compat.handlers import DistributedDataParallelKwargs
 from shardkit.compat.kinds import LoggerType
-from shardkit.config.code import Given
-from shardkit.config.schema import Config
 from shardkit.data.loader import PreparedLoader
 from shardkit.errors import UsageError
-from shardkit.log import get_logger
 from shardkit.runtime.project import ProjectConfiguration, project_of
 from shardkit.runtime.run import Run
-from shardkit.runtime.settings import Settings, with_value
 from shardkit.tracking import trackers
 from shardkit.tracking.tracker import Tracker
-
-_HANDLER = "Accelerator(kwargs_handlers=DistributedDataParallelKwargs)"
-_FIND_UNUSED = "shardkit.ddp_find_unused_parameters"
-
-log = get_logger(__name__)
-
-
-def _can_reduce_unused() -> bool:
-    from shardkit.sharding.fsdp import can_reduce_unused  # imports FSDP, which other runs do not need
-
-    return can_reduce_unused()
 
 
 def _prepared(kind: str) -> property:
@@ -56,7 +39,6 @@ class PlainAttributes:
     """These attributes, as properties."""
 
     _run: Run
-    _ddp_handler: DistributedDataParallelKwargs | None = None
 
     @property
     def native_amp(self) -> bool:
@@ -101,35 +83,6 @@ class PlainAttributes:
                 f"window); set a multiple of {steps}, such as 0."
             )
         self._run.counters.micro_step = 0
-
-    @property
-    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """The object of `kwargs_handlers`, or the one set later; None without one. `prepare` reads it."""
-        given = (one for one in self._run.handlers if isinstance(one, DistributedDataParallelKwargs))
-        return self._ddp_handler or next(given, None)
-
-    @ddp_handler.setter
-    def ddp_handler(self, handler: DistributedDataParallelKwargs | None) -> None:
-        self._ddp_handler = handler
-
-    def _read_ddp_handler(self) -> None:
-        """Take over the settings of `ddp_handler`, which may have changed since the last `prepare`."""
-        if self.ddp_handler is None:
-            return
-        config, others = self._run.config, dict(self._run.origins)
-        for name in [name for name, origin in others.items() if origin == _HANDLER]:
-            config = with_value(config, name, attrgetter(name)(Config()))
-            del others[name]
-        values = self.ddp_handler.shardkit_settings()
-        if config.mode == "fsdp" and values.get(_FIND_UNUSED) and not _can_reduce_unused():
-            del values[_FIND_UNUSED]  # the Trainer always sets it, and Accelerate's FSDP ignores it
-            log.info(
-                "DistributedDataParallelKwargs(find_unused_parameters=True): no effect under FSDP before torch 2.13 "
-                "(got %s); use the same parameters on all ranks.",
-                torch.__version__,
-            )
-        found = Settings(config, others).with_given([Given(_HANDLER, values)])
-        self._run.config, self._run.origins = found.config, found.chosen
 
     @property
     def log_with(self) -> list[Any]:

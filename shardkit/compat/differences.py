@@ -64,6 +64,12 @@ DIFFERENCES = [
         "batches are not sent between ranks, and a run can be resumed at any sample",
     ),
     Difference(
+        ("DataLoaderConfiguration", "utils.DataLoaderConfiguration", "data_loader.prepare_data_loader"),
+        "the last global batch of an epoch, if it is shorter, is spread evenly over the ranks; with Accelerate the "
+        "first ranks get whole batches, and the others samples from the start of the epoch",
+        "at most one sample per rank counts twice in the mean of the losses",
+    ),
+    Difference(
         ("DataLoaderConfiguration", "utils.DataLoaderConfiguration", "Accelerator.join_uneven_inputs"),
         "even_batches=False is an error if some ranks would get fewer batches, also with join_uneven_inputs",
         "ranks without a batch cannot take part in the collectives of the others",

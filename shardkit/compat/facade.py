@@ -5,6 +5,7 @@ The functionality is in `shardkit.runtime.accelerator`. This module only has wha
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -12,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import profile as profiler
 
 from shardkit.compat import operations
 from shardkit.compat.attributes import PlainAttributes
 from shardkit.compat.differences import takes_back
-from shardkit.compat.handlers import InitProcessGroupKwargs
-from shardkit.compat.kinds import DistributedType, PrecisionType, RNGType
+from shardkit.compat.given import GivenObjects
+from shardkit.compat.handlers import AutocastKwargs, InitProcessGroupKwargs, ProfileKwargs
+from shardkit.compat.kinds import DistributedType, DynamoBackend, PrecisionType, RNGType
+from shardkit.compat.loaders import Rest, skip_first_batches
 from shardkit.compat.mesh_sizes import ParallelismConfig
 from shardkit.compat.one_rank import place_of_one_rank
 from shardkit.compat.operations import extract_model_from_parallel
@@ -31,6 +35,7 @@ from shardkit.compat.states import AcceleratorState, PartialState
 from shardkit.compat.touched import TOUCHED, note_member, note_scheduler
 from shardkit.compat.window import GradientState
 from shardkit.config.schema import StateDictType
+from shardkit.distributed.collectives import leaves
 from shardkit.distributed.tensors import is_fsdp
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
@@ -44,7 +49,7 @@ from shardkit.storage.url import Url
 log = get_logger(__name__)
 
 
-class Accelerator(PlainAttributes, own.Accelerator):
+class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
     """The training run on this rank, with Accelerate's arguments. Arguments that are not given come from shardkit.yaml.
     Collective: every rank creates one, with equal arguments.
 
@@ -110,12 +115,14 @@ class Accelerator(PlainAttributes, own.Accelerator):
             **others,
         )
         self.rng_types = list(rng_types or [])
-        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
         self._parallelism_config = parallelism_config
         self._logged_alone: set[str] = set()
         state = AcceleratorState(_run=self._run)
         state.parallelism_config = parallelism_config
-        self.state = state  # type: ignore[assignment]
+        compiles = DynamoBackend.INDUCTOR if self.config.shardkit.compile else DynamoBackend.NO
+        state.dynamo_plugin = dynamo_plugin or TorchDynamoPlugin(compiles)
+        self.state = state
+        self._follow_objects(dataloader_config)
         self.gradient_state = GradientState(gradient_accumulation_plugin, _run=self._run)
         # Accelerate shows hooks no sharded model, so scripts remove what is there and rely on the checkpoint's copy.
         self._run.hooks.keep_models = self.is_fsdp2
@@ -131,10 +138,10 @@ class Accelerator(PlainAttributes, own.Accelerator):
     # ---- what is prepared ----
 
     def prepare(self, *args: Any, device_placement: Any = None, **arguments: Any) -> Any:
-        """As shardkit's; other objects than models, optimizers, loaders and schedulers are returned unchanged.
-        Collective."""
-        self._read_ddp_handler()
-        known = [kind_of(one) is not None for one in args]
+        """As shardkit's; other objects than models, optimizers, loaders and schedulers are returned unchanged, and so
+        are loaders that skip batches. Collective."""
+        self._read_objects()
+        known = [kind_of(one) is not None and type(one) is not Rest for one in args]
         if device_placement is not None:
             places = zip(one_for_each(device_placement, len(args)), known, strict=True)
             arguments["device_placement"] = [place for place, is_known in places if is_known]
@@ -146,10 +153,15 @@ class Accelerator(PlainAttributes, own.Accelerator):
         return result[0] if len(result) == 1 else result
 
     def _add_accelerates_behavior(self) -> None:
-        """Give FSDP models the method `no_sync`, and schedulers Accelerate's number of steps if the run asks for it."""
+        """Give FSDP models the method `no_sync`, optimizers `train` and `eval`; and schedulers Accelerate's number of
+        steps if the run asks for it."""
         for model in self._run.models:
             if is_fsdp(model) and not hasattr(model, "no_sync"):
                 vars(model)["no_sync"] = partial(gradient_sync, [model], enabled=False)
+        for optimizer in self._run.optimizers:
+            for name in ("train", "eval"):  # of schedule-free optimizers
+                if not hasattr(optimizer, name):
+                    vars(optimizer)[name] = lambda: None
         for scheduler in self._run.schedulers:
             if self.num_processes > 1 and self.step_scheduler_with_optimizer:
                 note_scheduler()
@@ -162,7 +174,30 @@ class Accelerator(PlainAttributes, own.Accelerator):
         """The script's module without DDP's wrapper; under FSDP the model itself."""
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As shardkit's; but the length is that of the rest."""
+        return skip_first_batches(dataloader, num_batches)
+
     # ---- a training step ----
+
+    def gather(self, tensor: Any) -> Any:
+        """As shardkit's; in one process a 0-dim tensor stays one. Collective."""
+        gathered = super().gather(tensor)
+        return gathered if self.use_distributed else operations.detached(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As shardkit's; in one process a 0-dim tensor stays one. Collective."""
+        gathered = super().gather_for_metrics(input_data, use_gather_object)
+        has_tensors = not use_gather_object and all(map(operations.is_torch_tensor, leaves(input_data)))
+        return operations.detached(input_data) if has_tensors and not self.use_distributed else gathered
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager:
+        """As shardkit's, with the `autocast_handler` of the Accelerator where none is given."""
+        return super().autocast(autocast_handler or self.autocast_handler)
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[profiler]:
+        """As shardkit's, with the `profile_handler` of the Accelerator where none is given."""
+        return super().profile(profile_handler or self._changed_profile_handler())
 
     @property
     def sync_gradients(self) -> bool:
@@ -187,13 +222,13 @@ class Accelerator(PlainAttributes, own.Accelerator):
             return saving.save_alone(self._run, output_dir)
         return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
 
-    def save_model(
+    def save_model(  # type: ignore[override]  # Accelerate's order
         self,
         model: nn.Module,
         save_directory: str | Path,
         max_shard_size: str | int | None = "10GB",
-        dtype: str | torch.dtype | None = None,
         safe_serialization: bool = True,
+        dtype: str | torch.dtype | None = None,
     ) -> None:
         """As shardkit's. Collective, except inside `if accelerator.is_main_process`, as `save_state`."""
         if self._is_called_on_one_rank("save_model", sys._getframe(1)):
@@ -214,7 +249,7 @@ class Accelerator(PlainAttributes, own.Accelerator):
 
     def _is_called_on_one_rank(self, call: str, frame: FrameType) -> bool:
         """Whether the script calls this on the main process only. Raises UsageError if the call needs all ranks."""
-        place = place_of_one_rank(frame) if self.use_distributed else None
+        place = place_of_one_rank(frame, call) if self.use_distributed else None
         if place is None:
             return False
         if self.is_fsdp2 or not self.is_main_process:
@@ -268,7 +303,11 @@ class Accelerator(PlainAttributes, own.Accelerator):
         super().log(_flat(values) if self._run.trackers.active else {}, step, log_kwargs)
 
     def end_training(self) -> None:
-        """As shardkit's; also ends the process group if a PartialState started it. Collective."""
+        """As shardkit's; also ends the process group if a PartialState started it. Collective, except inside `if
+        accelerator.is_main_process`: there it only finishes the trackers, which are on rank 0."""
+        if self.use_distributed and place_of_one_rank(sys._getframe(1), "end_training") is not None:
+            self._run.trackers.finish()
+            return
         super().end_training()
         PartialState().destroy_process_group()
 
@@ -277,7 +316,7 @@ class Accelerator(PlainAttributes, own.Accelerator):
     @property
     def distributed_type(self) -> DistributedType:  # type: ignore[override]
         """FSDP, MULTI_GPU, MULTI_CPU, XLA or NO."""
-        return self.state.distributed_type  # type: ignore[return-value]
+        return self.state.distributed_type
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:  # type: ignore[override]

@@ -59,7 +59,7 @@ class ComputeEnvironment(str, Enum):
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
-class DynamoBackend(str, Enum):
+class DynamoBackend(Kind):
     """Backends of torch.compile."""
 
     NO = "NO"
@@ -87,6 +87,15 @@ class PrecisionType(Kind):
     FP8 = "fp8"
     FP16 = "fp16"
     BF16 = "bf16"
+
+
+class FP8BackendType(str, Enum):
+    """What computes in fp8; shardkit only uses NO and AO (torchao)."""
+
+    NO = "NO"
+    TE = "TE"
+    MSAMP = "MSAMP"
+    AO = "AO"
 
 
 class RNGType(Kind):

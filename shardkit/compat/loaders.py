@@ -8,15 +8,17 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from shardkit.compat.states import PartialState
 from shardkit.data import preparing as data
+from shardkit.data import skipping
 from shardkit.data.loader import PreparedLoader
 from shardkit.errors import UsageError
+from shardkit.runtime.forwarding import Forwarding
 
 
 class _Prepared(type):
     """A metaclass that makes every prepared loader an instance of its classes, for isinstance checks in scripts."""
 
     def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, PreparedLoader)
+        return isinstance(value, PreparedLoader) or type(value) is Rest
 
 
 class DataLoaderShard(metaclass=_Prepared):
@@ -55,6 +57,33 @@ def prepare_data_loader(
         split_batches=split_batches,
         even_batches=even_batches,
     )
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """As shardkit's; but the length is that of the rest, as with Accelerate: loops compare the step with it."""
+    loader = dataloader.loader if type(dataloader) is Rest else dataloader
+    found = skipping.skip_first_batches(loader, num_batches)
+    return Rest(found, num_batches) if num_batches and isinstance(found, PreparedLoader) else found
+
+
+class Rest(Forwarding):
+    """A prepared loader that skips its first batches in the next iteration."""
+
+    _inside = "loader"
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for `isinstance(loader, DataLoader)`
+        return self.loader.__class__
+
+    def __init__(self, loader: PreparedLoader, skipped: int) -> None:
+        self._skipped = skipped
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return max(0, len(self.loader) - self._skipped)
 
 
 def get_sampler(dataloader: Any) -> Any:

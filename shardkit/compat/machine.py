@@ -52,6 +52,10 @@ def _bf16(ignore_tpu: bool = False) -> bool:
     return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
 
 
+def _rich() -> bool:
+    return is_package_there("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH")
+
+
 def _cuda() -> bool:
     import torch
 
@@ -76,6 +80,7 @@ _ASKED: dict[str, Callable[..., bool]] = {
     },
     **{f"is_{name}_available": lambda *_, **__: False for name in _NEVER},
     "is_bnb_available": _bnb,
+    "is_rich_available": _rich,
     "is_tensorboard_available": _tensorboard,
     "is_bf16_available": _bf16,
     "is_fp16_available": _cuda,
@@ -110,6 +115,8 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
     """Compare the version of a package, given by its name or as a version: `compare_versions("torch", ">=", "2.0")`."""
     from torch.torch_version import Version  # the package packaging may not be installed
 
+    if operation not in _COMPARED:
+        raise ValueError(f"compare_versions: unknown operation (got {operation!r}); use one of {', '.join(_COMPARED)}.")
     is_name = isinstance(library_or_version, str)
     found = importlib.metadata.version(library_or_version) if is_name else library_or_version
     return _COMPARED[operation](Version(str(found)), Version(requirement_version))
@@ -241,8 +248,8 @@ def is_port_in_use(port: Any = None) -> bool:
 
 def convert_bytes(size: float) -> str:
     """A size as text with a unit."""
-    for unit in ("bytes", "KB", "MB", "GB", "TB"):
-        if size < 1024.0 or unit == "TB":
+    for unit in ("bytes", "KB", "MB", "GB", "TB", "PB"):
+        if size < 1024.0 or unit == "PB":
             break
         size /= 1024.0
     return f"{round(size, 2)} {unit}"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardkit.compat import scan
+from shardkit.compat.bindings import below_accelerate
 from shardkit.compat.scan import Found
 from shardkit.errors import UsageError
 
@@ -48,11 +49,11 @@ def _changes(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.alias, str, str]
     same: `import accelerate.utils` binds accelerate, and the submodules of shardkit.compat need no import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            if scan.below_accelerate(node.module) is not None:
+            if below_accelerate(node.module) is not None:
                 yield node, node.module, _ours(node.module)
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                if scan.below_accelerate(alias.name) is not None:
+                if below_accelerate(alias.name) is not None:
                     yield alias, alias.name, _ours(alias.name) if alias.asname else "shardkit.compat as accelerate"
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import update_wrapper
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit.compat.kinds import CustomDtype
 from shardkit.distributed import accelerators
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
@@ -126,20 +127,30 @@ def named_module_tensors(
 # ---- sizes ----
 
 
-def dtype_byte_size(dtype: torch.dtype) -> float:
-    """Bytes per element."""
-    return dtype.itemsize
+_BITS = {torch.bool: 1, CustomDtype.INT2: 2, CustomDtype.INT4: 4, CustomDtype.FP8: 8}
+
+
+def dtype_byte_size(dtype: torch.dtype | CustomDtype | str) -> float:
+    """Bytes per element of a dtype, or of its name. As in Accelerate, 1/8 for bool, although torch stores a byte."""
+    if isinstance(dtype, torch.dtype) and dtype not in _BITS:
+        return dtype.itemsize
+    bits = _BITS.get(dtype) or int((re.search(r"\d+$", dtype) or "0")[0] if isinstance(dtype, str) else 0)
+    if not bits:
+        raise ValueError(f"dtype_byte_size: not a dtype (got {dtype!r}); give one of torch, or of CustomDtype.")
+    return bits / 8
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """The bytes of a number or of text such as `10GB` or `5GiB`."""
-    if isinstance(size, int):
+    """The bytes of a number or of text such as `10GB` or `5GiB`. As in Accelerate, `Gb` and `gb` are bits."""
+    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([KMGT]?)(i?)B\s*", str(size), re.IGNORECASE)
+    if isinstance(size, int) and size >= 0:
         return size
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B\s*", size, re.IGNORECASE)
     if match is None:
         raise ValueError(f"not a size (got {size!r}); give a number with B, KB, MB, GB, TB or KiB, MiB, GiB, TiB.")
     number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+    found = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+    is_in_bits = prefix and not binary and str(size).rstrip().endswith("b")
+    return found // 8 if is_in_bits else found
 
 
 def compute_module_sizes(
@@ -149,32 +160,45 @@ def compute_module_sizes(
     buffers_only: bool = False,
 ) -> Any:
     """{name: bytes of the module or tensor}; that of the whole model is under ''."""
-    found: dict[str, int] = defaultdict(int)
-    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    found: dict[str, float] = defaultdict(int)
+    wanted = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     for name, tensor in model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True):
-        item = tensor.dtype.itemsize
+        item = dtype_byte_size(tensor.dtype)
         if special_dtypes and name in special_dtypes:
-            item = special_dtypes[name].itemsize
+            item = dtype_byte_size(special_dtypes[name])
         elif wanted is not None and tensor.is_floating_point():
-            item = min(item, wanted.itemsize)
+            item = min(item, dtype_byte_size(wanted))
         parts = name.split(".")
         for length in range(len(parts) + 1):
             found[".".join(parts[:length])] += tensor.numel() * item
     return found
 
 
-def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """(bytes of the whole model, (bytes of its largest leaf module, [its name]))."""
+def calculate_maximum_sizes(model: nn.Module) -> tuple[float, tuple[float, list[str]]]:
+    """(bytes of the whole model, (bytes of its largest layers, [their names])). A layer is a tensor of the model
+    itself, a module without children, or one of the classes in `model._no_split_modules`."""
     found = compute_module_sizes(model)
-    leaves = {name: found[name] for name, module in model.named_modules() if not [*module.children()] and name in found}
-    largest = max(leaves, key=lambda name: leaves[name], default="")
-    return found[""], (leaves.get(largest, 0), [largest])
+    whole = getattr(model, "_no_split_modules", None) or []
+    own = [*model.named_parameters(recurse=False), *model.named_buffers(recurse=False)]
+    layers = [name for name, _ in own if name in found] + [*_layers(model, whole)]
+    largest = max((found[name] for name in layers), default=0)
+    return found[""], (largest, [name for name in layers if found[name] == largest])
+
+
+def _layers(model: nn.Module, whole: Collection[str], prefix: str = "") -> Iterator[str]:
+    """The names of the modules below that are not split."""
+    for name, child in model.named_children():
+        if type(child).__name__ in whole or not [*child.children()]:
+            yield prefix + name
+        else:
+            yield from _layers(child, whole, f"{prefix}{name}.")
 
 
 def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, int]:
     """{GPU number or "cpu": free bytes}; or the given values, in bytes."""
     if max_memory is not None:
-        return {key: convert_file_size_to_int(value) for key, value in max_memory.items()}
+        texts = {key: convert_file_size_to_int(value) for key, value in max_memory.items() if isinstance(value, str)}
+        return max_memory | texts
     numbers = range(accelerators.count())
     found: dict[Any, int] = {number: torch.accelerator.get_memory_info(number)[0] for number in numbers}
     return found | {"cpu": _free_memory()}
@@ -188,7 +212,9 @@ def _free_memory() -> int:
     return int(match[1]) * 1024 if match else 0
 
 
-def get_balanced_memory(model: nn.Module, max_memory: dict[Any, Any] | None = None, **_: Any) -> dict[Any, int]:
+def get_balanced_memory(
+    model: nn.Module, max_memory: dict[Any, Any] | None = None, *_: Any, **__: Any
+) -> dict[Any, int]:
     """As `get_max_memory`: shardkit does not distribute layers over devices."""
     return get_max_memory(max_memory)
 

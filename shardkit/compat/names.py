@@ -19,7 +19,7 @@ STANDS_IN: dict[str, dict[str, str]] = {
         "shardkit.compat.plugins": "DataLoaderConfiguration FullyShardedDataParallelPlugin",
         "shardkit.compat.mesh_sizes": "ParallelismConfig",
         "shardkit.compat.models": "init_empty_weights init_on_device load_checkpoint_in_model",
-        "shardkit.data.skipping": "skip_first_batches",
+        "shardkit.compat.loaders": "skip_first_batches",
         "shardkit.compat.machine": "is_rich_available",
         "shardkit.compat.operations": "synchronize_rng_states",
         "shardkit.runtime.batch_size": "find_executable_batch_size",
@@ -47,10 +47,9 @@ STANDS_IN: dict[str, dict[str, str]] = {
     "data_loader": {
         "shardkit.compat.loaders": (
             "BatchSamplerShard DataLoaderDispatcher DataLoaderShard IterableDatasetShard SeedableRandomSampler "
-            "get_sampler prepare_data_loader"
+            "get_sampler prepare_data_loader skip_first_batches"
         ),
         "shardkit.data.loader": "DataLoaderAdapter:PreparedLoader DataLoaderStateMixin:PreparedLoader",
-        "shardkit.data.skipping": "skip_first_batches",
     },
     "local_sgd": {"shardkit.compat.local_sgd": "LocalSGD"},
     "tracking": {
@@ -96,8 +95,8 @@ STANDS_IN: dict[str, dict[str, str]] = {
     },
     "utils.dataclasses": {
         "shardkit.compat.kinds": (
-            "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend LoggerType "
-            "PrecisionType RNGType SageMakerDistributedType"
+            "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend FP8BackendType "
+            "LoggerType PrecisionType RNGType SageMakerDistributedType"
         ),
         "shardkit.compat.handlers": (
             "AutocastKwargs DistributedDataParallelKwargs GradScalerKwargs InitProcessGroupKwargs KwargsHandler "

@@ -1,4 +1,5 @@
-"""Detects calls that only the main process executes: inside `if accelerator.is_main_process:`.
+"""Detects calls that only the main process executes: inside `if accelerator.is_main_process:`, or after `if not
+accelerator.is_main_process: return`.
 
 Scripts for Accelerate call save_state there, which works if every rank has the whole state. In shardkit saves are
 collective. Rank 0 cannot observe that the other ranks will not call it, so the script's source is inspected.
@@ -6,32 +7,32 @@ collective. Rank 0 cannot observe that the other ranks will not call it, so the 
 
 import ast
 import linecache
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from types import FrameType
-from typing import Any
 
+from shardkit.compat import rank_conditions
+from shardkit.compat.rank_conditions import Conditions, Source
 from shardkit.runtime import process_control
 
-_FLAGS = {"is_main_process", "is_local_main_process"}
-_NUMBERS = {"process_index", "local_process_index", "rank", "local_rank", "global_rank"}
-# Parts of a condition that can be evaluated without side effects: no calls, no subscripts.
-_QUIET = (
-    *(ast.Name, ast.Attribute, ast.Constant, ast.Compare, ast.Set, ast.Tuple, ast.List, ast.UnaryOp, ast.BoolOp),
-    *(ast.expr_context, ast.cmpop, ast.unaryop, ast.boolop),
-)
+Place = tuple[int, int, int, int]
+"""Lines and columns: first line, its column, last line, its column."""
 
 
-def place_of_one_rank(frame: FrameType | None) -> str | None:
-    """file:line of the condition that lets only the main process reach this frame or one of its callers; None if all
+def place_of_one_rank(frame: FrameType | None, call: str) -> str | None:
+    """file:line of the condition that lets only one rank reach this frame's call, or one of its callers; None if all
     ranks reach it."""
     while frame is not None:
         if frame.f_code is _of_one_rank:
             return "on_main_process"
-        for condition, begin, end in _conditions(frame.f_code.co_filename):
-            if begin <= frame.f_lineno <= end and _is_false_elsewhere(condition, frame):
-                return f"{frame.f_code.co_filename}:{condition.lineno}"
-        frame = frame.f_back
+        source = _source(frame.f_code.co_filename)
+        if source is not None:
+            conditions = Conditions(source, frame)
+            for test, value, others in _on_the_way(_path(source.tree, frame)):
+                if not _call(others, call) and conditions.is_of_one_rank(test, value):
+                    return f"{frame.f_code.co_filename}:{test.lineno}"
+        call, frame = frame.f_code.co_name, frame.f_back
     return None
 
 
@@ -39,50 +40,104 @@ _of_one_rank = next(one for one in process_control.only.__code__.co_consts if ge
 
 
 @cache
-def _conditions(file: str) -> list[tuple[ast.expr, int, int]]:
-    """(condition, first line, last line of its body) of every `if` in a file that mentions ranks."""
+def _source(file: str) -> Source | None:
+    """The file; None without a word about ranks, or if it cannot be parsed."""
     text = "".join(linecache.getlines(file))
-    if not any(word in text for word in _FLAGS | _NUMBERS):
-        return []
-    return list(_read(text))
-
-
-def _read(text: str) -> Iterator[tuple[ast.expr, int, int]]:
+    if not any(word in text for word in rank_conditions.WORDS):
+        return None
     try:
-        tree = ast.parse(text)
+        return rank_conditions.source_of(ast.parse(text))
     except SyntaxError:
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If):
-            yield node.test, *_lines(node.body)
-            if node.orelse and isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not):
-                yield node.test.operand, *_lines(node.orelse)
+        return None
 
 
-def _lines(body: list[ast.stmt]) -> tuple[int, int]:
-    return body[0].lineno, body[-1].end_lineno or body[-1].lineno
+def _path(tree: ast.Module, frame: FrameType) -> list[ast.AST]:
+    """The nodes around what the frame executes, from the file to the innermost one. Before Python 3.11 to the
+    statement: only the line is known."""
+    place: Place = (frame.f_lineno, 0, frame.f_lineno, 0)
+    knows_columns = hasattr(frame.f_code, "co_positions")
+    if knows_columns:
+        found = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+        if None not in found:
+            first, last, begin, end = found
+            place = (first, begin, last, end)  # type: ignore[assignment]
+        else:
+            knows_columns = False
+    path: list[ast.AST] = [tree]
+    while (
+        inner := next((one for one in _children(path[-1]) if _is_around(one, place, knows_columns)), None)
+    ) is not None:
+        path.append(inner)
+    return path
 
 
-def _is_false_elsewhere(condition: ast.expr, frame: FrameType) -> bool:
-    """Whether the condition, which is true here, is certainly false on other ranks."""
-    match condition:
-        case ast.Attribute(attr=name) | ast.Name(id=name) if name in _FLAGS:
+def _children(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes inside that have a place in the file."""
+    for child in ast.iter_child_nodes(node):
+        if hasattr(child, "lineno"):
+            yield child
+        else:
+            yield from _children(child)
+
+
+def _is_around(node: ast.AST, place: Place, knows_columns: bool) -> bool:
+    first, begin, last, end = node.lineno, node.col_offset, node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
+    if not knows_columns:
+        return isinstance(node, (ast.stmt, ast.ExceptHandler)) and first <= place[0] <= last
+    return (first, begin) <= place[:2] and place[2:] <= (last, end)
+
+
+Condition = tuple[ast.expr, bool, Sequence[ast.AST]]
+"""(an expression, its value here, what ranks with the other value execute instead)."""
+
+
+def _on_the_way(path: list[ast.AST]) -> Iterator[Condition]:
+    """The conditions that have let this rank come here."""
+    after: list[ast.stmt] = []
+    for outer, inner in pairwise(path):
+        block = next((b for b in _blocks(outer) if any(one is inner for one in b)), [])
+        position = next((number for number, one in enumerate(block) if one is inner), 0)
+        for earlier in block[:position]:
+            if isinstance(earlier, ast.If) and _leaves(earlier.body):
+                yield earlier.test, False, earlier.body
+            elif isinstance(earlier, ast.If) and _leaves(earlier.orelse):
+                yield earlier.test, True, earlier.orelse
+        match outer:
+            case ast.If(test=test, body=body, orelse=orelse) if block:
+                yield test, block is body, [*(orelse if block is body else body), *(after if _leaves(block) else [])]
+            case ast.While(test=test, body=body) if block is body:
+                yield test, True, []
+            case ast.IfExp(test=test, body=body, orelse=orelse) if inner is not test:
+                yield test, inner is body, [orelse if inner is body else body]
+            case ast.BoolOp(op=op, values=values):
+                for value in values[: next(number for number, one in enumerate(values) if one is inner)]:
+                    yield value, isinstance(op, ast.And), []
+            case ast.ListComp(generators=loops) | ast.SetComp(generators=loops) | ast.GeneratorExp(generators=loops):
+                yield from ((test, True, []) for loop in loops for test in loop.ifs if test is not inner)
+        after = block[position + 1 :]
+
+
+def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    """The lists of statements in a node."""
+    for name in ("body", "orelse", "finalbody"):
+        found = getattr(node, name, None)
+        if isinstance(found, list):
+            yield found
+
+
+def _leaves(block: list[ast.stmt]) -> bool:
+    """Whether what follows the block is not executed after it."""
+    match block[-1:]:
+        case [ast.Return() | ast.Raise() | ast.Continue() | ast.Break()]:
             return True
-        case ast.Compare(left=left, ops=[ast.Eq()], comparators=[ast.Constant(value=0)]):
-            return getattr(left, "attr", getattr(left, "id", "")) in _NUMBERS
-        case ast.BoolOp(op=ast.And(), values=parts):
-            return any(_is_false_elsewhere(part, frame) for part in parts)
-        case ast.BoolOp(op=ast.Or(), values=parts):
-            return all(_is_false_elsewhere(part, frame) or _is_false(part, frame) for part in parts)
+        case [ast.Expr(value=ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)))]:
+            return name in ("exit", "quit", "_exit")
+        case [ast.If(body=body, orelse=orelse)]:
+            return _leaves(body) and _leaves(orelse)
     return False
 
 
-def _is_false(condition: ast.expr, frame: FrameType) -> bool:
-    """Whether a condition without calls is false here, and so on all ranks, since it does not depend on the rank."""
-    if not all(isinstance(node, _QUIET) for node in ast.walk(condition)):
-        return False
-    known: dict[str, Any] = {**frame.f_globals, **frame.f_locals}
-    try:
-        return not eval(compile(ast.Expression(condition), "<condition>", "eval"), known)
-    except Exception:  # it cannot be evaluated, so its value is unknown
-        return False
+def _call(nodes: Iterable[ast.AST], name: str) -> bool:
+    """Whether these call a function of this name."""
+    calls = [part for node in nodes for part in ast.walk(node) if isinstance(part, ast.Call)]
+    return any(getattr(one.func, "attr", getattr(one.func, "id", "")) == name for one in calls)

@@ -25,8 +25,14 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def gather(tensor: Any) -> Any:
-    """The tensors of all ranks, concatenated along dim 0, on every rank. Collective."""
-    return collectives.gather(tensor)
+    """The tensors of all ranks, concatenated along dim 0, on every rank; in one process unchanged. Collective."""
+    gathered = collectives.gather(tensor)
+    return gathered if collectives.world_size() > 1 else detached(tensor)
+
+
+def detached(data: Any) -> Any:
+    """The structure with its tensors, without their graphs."""
+    return recursively_apply(torch.Tensor.detach, data)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
@@ -320,8 +326,12 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
     """All modules, children before their parents; with `return_fqns` as (name, module)."""
-    named = list(model.named_modules())[::-1]
-    return named if return_fqns else [module for _, module in named]
+    waiting, found = [("", model)], []
+    while waiting:
+        name, module = waiting.pop()
+        found.append((name, module))
+        waiting += [(f"{name}.{inner}" if name else inner, child) for inner, child in module.named_children()]
+    return found[::-1] if return_fqns else [module for _, module in found[::-1]]
 
 
 def get_pretty_name(obj: Any) -> str:

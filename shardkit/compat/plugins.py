@@ -300,7 +300,9 @@ class TorchDynamoPlugin(KwargsHandler):
         self.backend = DynamoBackend(name.upper())
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The keyword arguments for torch.compile."""
+        """The keyword arguments for torch.compile; none without a backend."""
+        if self.backend is DynamoBackend.NO:
+            return {}
         own = {"mode": self.mode, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "options": self.options}
         return {"backend": self.backend.value.lower(), **{k: v for k, v in own.items() if v is not None}}
 

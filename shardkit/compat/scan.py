@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from shardkit.compat import names
+from shardkit.compat.bindings import Bindings, bindings, dotted
 from shardkit.compat.differences import DIFFERENCES
 from shardkit.compat.members import ARGUMENTS, MEMBERS
 from shardkit.launch import preloaded
@@ -74,12 +75,12 @@ def scan_text(text: str, file: str) -> Found:
 
 
 def _found_in(tree: ast.Module, file: str) -> Found:
-    found = Found()
-    for module, name, line in _imported(tree):
+    found, bound = Found(), bindings(tree)
+    for module, name, line in bound.uses:
         _classify(found, file, line, module, name)
-    _members(found, tree, file)
+    _members(found, tree, file, bound)
     found.remarks += [Named(file, line, "num_processes", STRETCHED) for line in stretched_schedules(tree)]
-    found.remarks += [Named(file, line, name, OF_ALL_RANKS) for line, name in lengths_over_all_ranks(tree)]
+    found.remarks += [Named(file, line, name, OF_ALL_RANKS) for line, name in lengths_over_all_ranks(tree, bound)]
     found.remarks += [Named(file, line, "continue", SKIPS_AGAIN) for line in skips_by_hand(tree)]
     return found
 
@@ -88,7 +89,7 @@ def _is_on_shardkit(tree: ast.Module) -> bool:
     """Whether the Accelerator of a file is shardkit's own, and nothing in it is Accelerate's."""
     imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
     own = any(node.module == "shardkit" and alias.name == "Accelerator" for node in imported for alias in node.names)
-    return own and not any(_imported(tree))
+    return own and not bindings(tree).uses
 
 
 STRETCHED = (
@@ -107,59 +108,6 @@ SKIPS_AGAIN = (
 _DIVISIONS = (ast.Div, ast.FloorDiv)
 
 
-def _imported(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
-    """(module below accelerate, name, line) of every name that is imported, or used as an attribute of a module."""
-    bound: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            below = below_accelerate(node.module)
-            if below is None:
-                continue
-            for alias in node.names:
-                inner = f"{below}.{alias.name}" if below else alias.name
-                if inner in names.modules():
-                    bound[alias.asname or alias.name] = inner
-                elif alias.name != "*":
-                    yield below, alias.name, node.lineno
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                below = below_accelerate(alias.name)
-                if below is None:
-                    continue
-                bound[alias.asname or "accelerate"] = below if alias.asname else ""
-                yield from _chain("", below.split(".") if below else [], node.lineno)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (dotted := _dotted(node)):
-            first, *rest = dotted
-            if first in bound:
-                yield from _chain(bound[first], rest, node.lineno)
-
-
-def _chain(below: str, parts: list[str], line: int) -> Iterator[tuple[str, str, int]]:
-    """The first name in an attribute chain such as `accelerate.utils.gather` that is not a module; none if all are."""
-    for part in parts:
-        inner = f"{below}.{part}" if below else part
-        if inner not in names.modules():
-            yield below, part, line
-            return
-        below = inner
-
-
-def _dotted(node: ast.expr) -> list[str]:
-    """`a.b.c` as ["a", "b", "c"]; empty for other expressions."""
-    if isinstance(node, ast.Name):
-        return [node.id]
-    if isinstance(node, ast.Attribute) and (before := _dotted(node.value)):
-        return [*before, node.attr]
-    return []
-
-
-def below_accelerate(module: str) -> str | None:
-    """`utils` for `accelerate.utils`, "" for `accelerate`; None for other packages."""
-    first, _, rest = module.partition(".")
-    return rest if first == "accelerate" else None
-
-
 def _classify(found: Found, file: str, line: int, module: str, name: str) -> None:
     dotted = f"{module}.{name}" if module else name
     if name in names.places(module):
@@ -176,35 +124,33 @@ def _add(where: list[Named], one: Named) -> None:
         where.append(one)
 
 
-def _members(found: Found, tree: ast.Module, file: str) -> None:
+def _members(found: Found, tree: ast.Module, file: str, bound: Bindings) -> None:
     """Find the members of Accelerator that are used, and the arguments of its constructor."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and _is_accelerator(node.value):
+        if isinstance(node, ast.Attribute) and bound.is_accelerator(node.value):
             if node.attr in MEMBERS and (text := MEMBERS[node.attr]).startswith("refused"):
                 _add(found.refused, Named(file, node.lineno, f"Accelerator.{node.attr}", text.partition(": ")[2]))
             elif node.attr in MEMBERS:
                 _add(found.stands_in, Named(file, node.lineno, f"Accelerator.{node.attr}"))
-        elif isinstance(node, ast.Call) and (_dotted(node.func) or [""])[-1] == "Accelerator":
+        elif isinstance(node, ast.Call) and bound.is_class(node.func):
             for keyword in node.keywords:
                 _argument(found, file, keyword)
-        elif isinstance(node, ast.Call) and _is_prepare(node.func) and any(map(_is_schedule, node.args)):
+        elif isinstance(node, ast.Call) and _is_prepare(node.func, bound) and any(map(_is_schedule, node.args)):
             _add(found.stands_in, Named(file, node.lineno, "Accelerator.prepare_scheduler"))
-
-
-def _is_accelerator(node: ast.expr) -> bool:
-    return (_dotted(node) or [""])[-1] == "accelerator"
 
 
 def _argument(found: Found, file: str, keyword: ast.keyword) -> None:
     is_empty = isinstance(keyword.value, ast.Constant) and not keyword.value.value
     text = ARGUMENTS.get(keyword.arg or "", "")
-    if text.startswith("refused") and not is_empty:
+    if text.startswith("refused") and is_empty:
+        return
+    if text.startswith("refused"):
         _add(found.refused, Named(file, keyword.lineno, f"Accelerator({keyword.arg}=)", text.partition(": ")[2]))
     elif text:
         _add(found.remarks, Named(file, keyword.lineno, f"Accelerator({keyword.arg}=)", text))
 
 
-def lengths_over_all_ranks(tree: ast.Module) -> list[tuple[int, str]]:
+def lengths_over_all_ranks(tree: ast.Module, bound: Bindings) -> list[tuple[int, str]]:
     """(line, `len(loader)`) for the loaders that are prepared later, by a script that prepares a schedule as well and
     nowhere divides by the number of ranks. With split_batches both lengths are the same."""
     nodes = list(ast.walk(tree))
@@ -212,7 +158,7 @@ def lengths_over_all_ranks(tree: ast.Module) -> list[tuple[int, str]]:
     if divides or any(isinstance(node, ast.keyword) and node.arg == "split_batches" for node in nodes):
         return []
     scopes = [node for node in nodes if isinstance(node, (ast.Module, ast.FunctionDef))]
-    return sorted({found for scope in scopes for found in _lengths_before_prepare(list(_own_nodes(scope)))})
+    return sorted({found for scope in scopes for found in _lengths_before_prepare(list(_own_nodes(scope)), bound)})
 
 
 def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
@@ -223,27 +169,27 @@ def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
             yield from _own_nodes(node)
 
 
-def _lengths_before_prepare(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
+def _lengths_before_prepare(nodes: list[ast.AST], bound: Bindings) -> Iterator[tuple[int, str]]:
     prepared: dict[str, int] = {}
     for node in nodes:
-        if isinstance(node, ast.Call) and _is_prepare(node.func):
-            prepared.update({".".join(_dotted(given)): node.lineno for given in node.args})
+        if isinstance(node, ast.Call) and _is_prepare(node.func, bound):
+            prepared.update({".".join(dotted(given)): node.lineno for given in node.args})
     if not any("sched" in name.lower() for name in prepared):
         return
     values = [*_of_schedules(nodes), *(node.value for node in nodes if isinstance(node, ast.Assign))]
     for node in (each for value in values for each in ast.walk(value)):
-        if isinstance(node, ast.Call) and _dotted(node.func) == ["len"] and node.args:
-            name = ".".join(_dotted(node.args[0]))
+        if isinstance(node, ast.Call) and dotted(node.func) == ["len"] and node.args:
+            name = ".".join(dotted(node.args[0]))
             if node.lineno < prepared.get(name, 0):
                 yield node.lineno, f"len({name})"
 
 
-def _is_prepare(node: ast.expr) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr == "prepare" and _is_accelerator(node.value)
+def _is_prepare(node: ast.expr, bound: Bindings) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "prepare" and bound.is_accelerator(node.value)
 
 
 def _is_schedule(node: ast.expr) -> bool:
-    return "sched" in ".".join(_dotted(node)).lower()
+    return "sched" in ".".join(dotted(node)).lower()
 
 
 def _of_schedules(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
@@ -267,16 +213,16 @@ def skips_by_hand(tree: ast.Module) -> list[int]:
 
 def _counters(loop: ast.For) -> list[str]:
     """The name that counts the batches, of a loop over enumerate(...)."""
-    is_counted = isinstance(loop.iter, ast.Call) and _dotted(loop.iter.func) == ["enumerate"]
-    return _dotted(loop.target.elts[0]) if is_counted and isinstance(loop.target, ast.Tuple) else []
+    is_counted = isinstance(loop.iter, ast.Call) and dotted(loop.iter.func) == ["enumerate"]
+    return dotted(loop.target.elts[0]) if is_counted and isinstance(loop.target, ast.Tuple) else []
 
 
 def _is_before_resumed(test: ast.expr, counts: set[str]) -> bool:
     """Whether the test compares the count of a loop with a step whose name says that it is one to resume at."""
     compared = [node for node in ast.walk(test) if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Lt)]
     return any(
-        ".".join(_dotted(node.left)) in counts
-        and any(word in ".".join(_dotted(node.comparators[0])).lower() for word in ("resum", "skip", "start"))
+        ".".join(dotted(node.left)) in counts
+        and any(word in ".".join(dotted(node.comparators[0])).lower() for word in ("resum", "skip", "start"))
         for node in compared
     )
 
@@ -311,7 +257,7 @@ def _factors(node: ast.AST) -> Iterator[ast.AST]:
 
 def _is_for_schedule(node: ast.Assign) -> bool:
     """Whether its name is that of a schedule's number of steps, such as `lr_warmup_steps`."""
-    named = [".".join(_dotted(target)) for target in node.targets]
+    named = [".".join(dotted(target)) for target in node.targets]
     words = ("warmup", "scheduler", "lr_")
     return any("steps" in name and any(word in name for word in words) for name in named)
 
@@ -325,7 +271,7 @@ def _divides_by_ranks(node: ast.BinOp) -> bool:
 
 
 def _is_ranks(node: ast.AST) -> bool:
-    return isinstance(node, (ast.Name, ast.Attribute)) and _dotted(node)[-1:] in (["num_processes"], ["world_size"])
+    return isinstance(node, (ast.Name, ast.Attribute)) and dotted(node)[-1:] in (["num_processes"], ["world_size"])
 
 
 def differences(found: Found) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.compat.kinds import DistributedType
-from shardkit.compat.plugins import FullyShardedDataParallelPlugin
+from shardkit.compat.plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from shardkit.distributed import accelerators, process
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
@@ -178,7 +178,8 @@ class AcceleratorState(_Place):
             PartialState._reset_state()
         partial = PartialState(cpu, _run=run)
         self.__dict__.update(partial.__dict__)
-        self.deepspeed_plugins = self.megatron_lm_plugin = self.torch_tp_plugin = self.dynamo_plugin = None
+        self.deepspeed_plugins = self.megatron_lm_plugin = self.torch_tp_plugin = None
+        self.dynamo_plugin = TorchDynamoPlugin()
         self.parallelism_config: Any = None
         self.use_ipex = False
         self.fsdp_plugin: FullyShardedDataParallelPlugin | None = None

@@ -1,11 +1,57 @@
 """GradientState: the position of the loop in its accumulation window. All objects share one state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, ClassVar
 from weakref import ref
 
 from shardkit.data.loader import active_loader
+from shardkit.errors import UsageError
 from shardkit.runtime.run import Run
+from shardkit.runtime.settings import with_value
+from shardkit.runtime.training_step import accumulate_over
+
+
+class PluginKwargs(MutableMapping):
+    """The settings of gradient accumulation by name. `num_steps` and `sync_with_dataloader` are those of the run, also
+    where a script sets them; others have no effect."""
+
+    def __init__(self, of: Callable[[], Run | None], given: Mapping[str, Any]) -> None:
+        self._of = of
+        self._others = {name: value for name, value in given.items() if name != "num_steps"}
+
+    def _values(self) -> dict[str, Any]:
+        run = self._of()
+        return {"num_steps": 1 if run is None else run.accumulation.steps, **self._others}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values()[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        run = self._of()
+        if name == "num_steps":
+            if run is not None:
+                accumulate_over(run, value)
+            return
+        if name == "sync_with_dataloader" and run is not None:
+            run.config = with_value(run.config, "shardkit.end_window_with_data", bool(value))
+            run.accumulation.ends_with_data = bool(value)
+        self._others[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name not in self._others:
+            raise UsageError(
+                f"plugin_kwargs: a setting of the run cannot be removed (got {name!r}); set another value."
+            )
+        del self._others[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values())
+
+    def __len__(self) -> int:
+        return len(self._values())
+
+    def __repr__(self) -> str:
+        return repr(self._values())
 
 
 class GradientState:
@@ -16,11 +62,11 @@ class GradientState:
     def __init__(self, gradient_accumulation_plugin: Any = None, _run: Run | None = None) -> None:
         self.__dict__ = self._shared_state
         if not self.initialized:
-            self.plugin_kwargs: dict[str, Any] = {}
             self._of: Callable[[], Run | None] = lambda: None
+            self._settings = PluginKwargs(lambda: self._of(), {})
             self._plain_sync = True
         if gradient_accumulation_plugin is not None:
-            self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
+            self._settings = PluginKwargs(lambda: self._of(), gradient_accumulation_plugin.to_kwargs())
         if _run is not None:
             self._of = ref(_run)
 
@@ -32,6 +78,15 @@ class GradientState:
     @staticmethod
     def _reset_state() -> None:
         GradientState._shared_state.clear()
+
+    @property
+    def plugin_kwargs(self) -> PluginKwargs:
+        """The settings of gradient accumulation by name, which scripts may change."""
+        return self._settings
+
+    @plugin_kwargs.setter
+    def plugin_kwargs(self, settings: Mapping[str, Any]) -> None:
+        self._settings.update(settings)
 
     @property
     def num_steps(self) -> int:

@@ -27,7 +27,7 @@ def traced(run: Run, handler: Any = None) -> Iterator[profile]:
     `profiler.step()` after each step. A handler's `on_trace_ready(profiler)` replaces writing the file.
     """
     section = run.config.shardkit.profile if handler is None else _section_of(handler)
-    of_user = getattr(handler, "on_trace_ready", None) or _of_handlers(run)
+    of_user = _of_handlers(run) if handler is None else getattr(handler, "on_trace_ready", None)
     folder = _folder(run, section, of_user)
     written: list[Path] = []
     writer = None if folder is None else _writer(folder, run.process.rank, bool(section.active), written)

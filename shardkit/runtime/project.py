@@ -28,35 +28,42 @@ class ProjectConfiguration:
     """
 
     project_dir: str | None = None
+    logging_dir: str | None = None
     automatic_checkpoint_naming: bool = False
     total_limit: int | None = None
     iteration: int = 0
-    logging_dir: str | None = None
     save_on_each_node: bool = False
 
     def __post_init__(self) -> None:
-        if self.save_on_each_node:
-            raise UsageError(
-                "ProjectConfiguration(save_on_each_node=...): a checkpoint is written once (got True); "
-                "use storage that all machines share."
-            )
-        if self.total_limit is not None and (type(self.total_limit) is not int or self.total_limit < 1):
-            raise UsageError(
-                "ProjectConfiguration(total_limit=...): not a number of checkpoints to keep (got "
-                f"{self.total_limit!r}); give 1 or more, or None for that of shardkit.checkpoint.keep_last."
-            )
-        if self.logging_dir is not None and is_url(self.logging_dir):
-            raise UsageError(
-                f"ProjectConfiguration(logging_dir=...): trackers write files (got {self.logging_dir}); name a folder."
-            )
-        self.logging_dir = _expanded(self.logging_dir)
         self.set_directories(self.project_dir)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Scripts also set fields after the Accelerator is made, which reads them when it saves."""
+        _check(name, value)
+        super().__setattr__(name, _expanded(value) if name == "logging_dir" else value)
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Sets the project folder, and the log folder where none is set."""
         self.project_dir = _expanded(project_dir)
         if self.logging_dir is None:
             self.logging_dir = _folder_for_logs(self.project_dir)
+
+
+def _check(name: str, value: Any) -> None:
+    """Raises UsageError where a field cannot have this value."""
+    if name == "save_on_each_node" and value:
+        raise UsageError(
+            "ProjectConfiguration(save_on_each_node=...): a checkpoint is written once (got True); "
+            "use storage that all machines share."
+        )
+    if name == "total_limit" and value is not None and (type(value) is not int or value < 1):
+        raise UsageError(
+            "ProjectConfiguration(total_limit=...): not a number of checkpoints to keep (got "
+            f"{value!r}); give 1 or more, or None for that of shardkit.checkpoint.keep_last."
+        )
+    is_path = isinstance(value, (str, os.PathLike))
+    if name == "logging_dir" and value is not None and (not is_path or is_url(value)):
+        raise UsageError(f"ProjectConfiguration(logging_dir=...): trackers write files (got {value}); name a folder.")
 
 
 def _expanded(path: str | None) -> str | None:

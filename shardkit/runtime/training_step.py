@@ -14,8 +14,17 @@ from shardkit.runtime import prepare, settings
 from shardkit.runtime.counters import Counters
 from shardkit.runtime.eager import eager
 from shardkit.runtime.optimizer import AcceleratedOptimizer
+from shardkit.runtime.run import Run
 from shardkit.runtime.topology import Topology
 from shardkit.sharding import gradient_sync, precision
+
+
+def accumulate_over(run: Run, steps: int) -> None:
+    """From the next window on, accumulate over this many micro-batches, of the world with all machines."""
+    settings.check_accumulation(steps)
+    kept = settings.kept_accumulation(steps, run.config.shardkit.data.split_batches)
+    run.config = settings.with_value(run.config, "shardkit.gradient_accumulation_steps", kept)
+    run.accumulation.steps = kept
 
 
 class TrainingStep(Topology):
@@ -137,11 +146,7 @@ class TrainingStep(Topology):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        settings.check_accumulation(steps)
-        run = self._run
-        kept = settings.kept_accumulation(steps, run.config.shardkit.data.split_batches)
-        run.config = settings.with_value(run.config, "shardkit.gradient_accumulation_steps", kept)
-        run.accumulation.steps = kept
+        accumulate_over(self._run, steps)
 
     @property
     def counters(self) -> Counters:
