@@ -17,12 +17,13 @@ from shardkit.config.schema import Config, FsdpConfig, ShardkitConfig
 from shardkit.errors import ModelError, UsageError
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
-from shardkit.plan import batches, measured, repeats, worker
+from shardkit.plan import batches, fake_world, measured, repeats, worker
 from shardkit.plan.answer import PlanRequest, row
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
 from shardkit.plan.devices import DEVICES
 from shardkit.plan.simulation import _simulation, simulate
+from shardkit.plan.training_step import tracked_forward
 from shardkit.sharding.fsdp import can_reduce_unused
 
 SMALL = "gpt:layers=12,hidden=64,heads=4,vocab=500,seq=64"
@@ -414,6 +415,89 @@ def test_a_model_that_counts_its_blocks_is_simulated_whole(tmp_path, kind):
     )
     assert found.memory == exact.memory
     assert "Every layer was simulated: the model does not run with fewer." in found.notes
+
+
+NUMBERED = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x):
+        return x + self.inside(x)
+
+class Numbered(nn.Module):
+    def __init__(self, recomputed=(), tapped=()):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(16))
+        self.recomputed, self.tapped = recomputed, tapped
+
+    def forward(self, x):
+        outputs = [x]
+        for number, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=False) if number in self.recomputed else layer(x)
+            if number in self.tapped:
+                outputs.append(x.exp())
+        return torch.stack([*outputs, x])
+
+def of_second():
+    return Numbered(recomputed=range(0, 16, 2))
+
+def of_half():
+    return Numbered(recomputed=range(8))
+
+def of_taps():
+    return Numbered(tapped=range(7, 16, 8))
+
+def of_all():
+    return Numbered(recomputed=range(16))
+
+def batch():
+    return torch.zeros(512, 64)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "is_even"), [("second", False), ("half", False), ("taps", False), ("all", True)])
+def test_layers_that_differ_by_their_number_are_not_extrapolated(tmp_path, kind, is_even):
+    (tmp_path / "numbered_model.py").write_text(NUMBERED)
+    spec = f"numbered_model:of_{kind}"
+    asked = PlanRequest(describe(spec, folder=tmp_path), Config(num_processes=2), 2, 2, DEVICES["cpu"])
+    exact, found = (
+        simulate(asked, batch="numbered_model:batch", folder=tmp_path, is_exact=is_exact)[0]
+        for is_exact in (True, False)
+    )
+    assert found.memory.peak == exact.memory.peak
+    why = "Every layer was simulated: equal layers do not all add the same memory."
+    assert (why in found.notes) is not is_even
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "is_kept",
+    [
+        lambda: torch.rand([]) >= 0.1,
+        lambda: not torch.rand(1) < 0.1,
+        lambda: torch.rand(1).item() > 0.1,
+        lambda: torch.rand(1) <= 0.9,
+        lambda: torch.rand(()).item() < 0.9,
+    ],
+)
+def test_layers_that_are_dropped_at_random_are_kept(is_kept):
+    class Dropping(nn.Sequential):
+        def forward(self, x):
+            for layer in self:
+                x = layer(x) if is_kept() else x
+            return x
+
+    with fake_world.fake_tensors():
+        model = Dropping(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
+        tracker = tracked_forward(model, dict(model.named_children()), batches.given_loss(torch.zeros(2, 8)))
+    assert {"0", "1", "2"} <= {moment.unit for moment in tracker.moments}
 
 
 def own_model(folder: Path, spec: str = "choosy_model:build") -> PlanRequest:

@@ -32,7 +32,7 @@ from shardkit.plan.allocator import replay, two_steps
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Moment
 from shardkit.plan.memory_tracker import MemoryTracker
-from shardkit.plan.training_step import tracked_step
+from shardkit.plan.training_step import tracked_forward, tracked_step
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,13 @@ def simulated(job: Job, config: Config) -> tuple[Step, str | None]:
     lengths = [base, *([repeats.MORE if i == n else repeats.KEPT for i in range(len(runs))] for n in range(len(runs)))]
     moments, reason = None, "the model does not run with fewer"
     try:
-        if all(_is_cut_alike(job, config, tree, runs, kept) for kept in lengths):
+        if not all(_is_cut_alike(job, config, tree, runs, kept) for kept in lengths):
+            reason = "fewer layers would be divided into other units"
+        elif not _is_computed_alike(job, config, runs, lengths):
+            reason = "equal layers do not all add the same memory"
+        else:
             short, *longer = (_step(job, config, runs, kept) for kept in lengths)
             moments = repeats.whole_step(runs, short.moments, [step.moments for step in longer])
-        else:
-            reason = "fewer layers would be divided into other units"
     except Exception:  # the model counts its blocks, or names them; an error of another cause comes again below
         gc.collect()
     if moments is None:
@@ -145,6 +147,33 @@ def _is_cut_alike(
     whole = set(_units_of(tree, config))
     present = {repeats.original_name(node.fqn, runs, kept)[0] for node in short.walk()}
     return found == whole & present
+
+
+def _is_computed_alike(job: Job, config: Config, runs: list[repeats.RepeatedBlocks], lengths: list[list[int]]) -> bool:
+    """Whether forward of all layers, unsharded, holds what is extrapolated from a few. It does not if the code looks at
+    a layer's number: every second one recomputed, the first half without a gradient, features of every eighth kept."""
+    if job.kind == "gpt":
+        return True
+    short, *longer = (_forward(job, config, runs, kept) for kept in lengths)
+    whole = _forward(job, config, runs, [run.length for run in runs])
+    return repeats.whole_step(runs, short, longer) == whole
+
+
+def _forward(job: Job, config: Config, runs: list[repeats.RepeatedBlocks], kept: list[int]) -> list[Moment]:
+    """The moments of forward and loss, without the runtime."""
+    with fake_world.joined(config, job.world_size, job.ranks_per_machine):
+        model = _shortened(job, runs, kept)
+        fake_world.keep_in_place(model)
+        loss = _loss(job, model)
+        blocks = {
+            f"{run.container}.{index}".lstrip("."): block
+            for run in runs
+            for index, block in enumerate(model.get_submodule(run.container).children())
+        }
+        moments = tracked_forward(model, blocks, loss).moments
+        del model, loss, blocks
+    gc.collect()
+    return moments
 
 
 def _units_of(tree: ModuleNode, config: Config) -> list[str]:
