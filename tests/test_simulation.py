@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardkit.config.schema import Config, FsdpConfig, ShardkitConfig
 from shardkit.errors import ModelError, UsageError
@@ -622,6 +623,51 @@ def test_a_batch_that_is_not_there_is_named_by_its_flag():
     for spec in ("tests.models:missing", "no_such_module:batch"):
         with pytest.raises(UsageError, match=f"--batch {spec}: cannot be imported from this folder .*; give module:f"):
             batches.named("--batch", spec)
+
+
+BATCHES = """
+import torch
+from torch.utils.data import DataLoader
+
+def shuffled():
+    return next(iter(DataLoader(torch.zeros(8, 4), batch_size=2, shuffle=True)))
+
+def without_data():
+    return open("no-such-data.bin")
+
+def nothing():
+    return None
+"""
+
+
+def test_a_batch_is_made_with_values_and_its_errors_are_its_own(tmp_path, monkeypatch):
+    (tmp_path / "own_batches.py").write_text(BATCHES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with fake_world.fake_tensors():
+        batch = batches.given_batch("own_batches:shuffled")
+        assert isinstance(batch, FakeTensor)
+        assert batch.shape == (2, 4)
+        with pytest.raises(
+            UsageError, match=r"^--batch own_batches:without_data: fails \(FileNotFoundError: .*:9\); it"
+        ):
+            batches.given_batch("own_batches:without_data")
+        with pytest.raises(
+            UsageError, match=r"^--batch own_batches:nothing: returned nothing \(got None\); return one"
+        ):
+            batches.given_batch("own_batches:nothing")
+
+
+@pytest.mark.slow
+def test_batch_and_optimizer_are_found_in_the_folder_of_the_command(tmp_path):
+    """The model is in that of the file."""
+    (tmp_path / "the_model.py").write_text("from torch import nn\n\ndef build():\n    return nn.Linear(4, 4)\n")
+    (tmp_path / "shardkit.yaml").write_text("# model: the_model:build\nnum_processes: 1\nuse_cpu: true\n")
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "own_batches.py").write_text(BATCHES)
+    flags = ("--simulate", "--batch", "own_batches:shuffled", "--optimizer", "torch.optim:AdamW")
+    done = plan("--config", "../shardkit.yaml", *flags, folder=tmp_path / "below")
+    assert done.returncode == 0, done.stderr
+    assert "micro-batch of own_batches:shuffled" in done.stdout
 
 
 def measurement(folder: Path, rank: int, peak: int) -> None:

@@ -37,7 +37,8 @@ from shardkit.plan.training_step import tracked_forward, tracked_step
 
 @dataclass(frozen=True)
 class Job:
-    """What to simulate for each configuration. `kind`: what `spec` names (gpt, transformers, factory)."""
+    """What to simulate for each configuration. `kind`: what `spec` names (gpt, transformers, factory). `here`: the
+    command's folder, in which batch and optimizer are found too."""
 
     kind: str
     spec: str
@@ -51,6 +52,7 @@ class Job:
     is_exact: bool
     loss: str = "held"
     ema: str = "no"
+    here: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ def main() -> None:
     job_file, result = Path(sys.argv[1]), Path(sys.argv[2])
     try:
         job = Job(**json.loads(job_file.read_text()))
+        sys.path.insert(0, job.here)
         answer: dict[str, Any] = {"steps": [_to_json(*simulated(job, Config(**c))) for c in job.configs]}
     except ShardkitError as error:
         answer = {"refused": str(error)}
@@ -260,8 +263,7 @@ def _loss(job: Job, model: nn.Module) -> batches.Loss:
         what = "with --batch the model computes its own loss" if job.batch else "the model's head is unknown"
         raise UsageError(f"--loss fused: {what} (got {job.spec}); use --loss dropped.")
     if job.batch is not None:
-        found = batches.named("--batch", job.batch)
-        return batches.given_loss(found() if callable(found) else found)
+        return batches.given_loss(batches.given_batch(job.batch))
     if job.kind == "gpt":
         shape = _shape(job)
         tokens = torch.zeros(job.batch_size, job.seq_len or shape.seq, dtype=torch.long)
