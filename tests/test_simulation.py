@@ -254,6 +254,19 @@ def test_what_is_not_sharded_is_not_offloaded():
 
 
 @pytest.mark.slow
+def test_activations_are_not_offloaded_from_a_cpu():
+    """Its memory is that of the host, where they are either way."""
+    asked = request(TINY, 1, "no", world_size=2, activation_checkpointing=True)
+    section = ShardkitConfig(offload_activations=True)
+    offloads = asked.config.model_copy(update={"shardkit": section})
+    on_cpu = asked.with_config(offloads.model_copy(update={"use_cpu": True}))
+    for found in (row, lambda each: replace(row(each), simulated=simulated(each)[0])):
+        plain, gpu, cpu = (found(each).memory for each in (asked, asked.with_config(offloads), on_cpu))
+        assert gpu.host.activations > cpu.host.activations == 0
+        assert cpu.peak.total >= plain.peak.total > gpu.peak.total
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not can_reduce_unused(), reason="FSDP reduces unused parameters from torch 2.13 on")
 def test_ranks_that_may_use_different_parameters_hold_as_much():
     asked = request(TINY)

@@ -47,11 +47,13 @@ class MemoryTracker(TorchDispatchMode):
 
     Each moment holds the memory at its peak. `payload_bytes`: bytes of the collectives by kind. `events`: allocations
     and frees since the last restart; `before`: allocations alive at that point, and whether each is optimizer state;
-    `optimizer_at`: index of the event at which the optimizer starts. `host_bytes`: maximum of offloaded bytes.
+    `optimizer_at`: index of the event at which the optimizer starts. `host_bytes`: maximum of offloaded bytes;
+    none if the device `is_on_host`, a CPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_on_host: bool = False) -> None:
         super().__init__()
+        self._is_on_host = is_on_host
         self.moments: list[Moment] = []
         self.payload_bytes: dict[str, int] = {}
         self.events: list[Event] = []
@@ -155,7 +157,7 @@ class MemoryTracker(TorchDispatchMode):
             result._drawn = _DRAWN
         if function in _COMPARISONS and drawn is not None:
             result._drawn = _COMPARISONS[function](drawn, args[1])
-        if function._schema.name == "shardkit::to_host":
+        if function._schema.name == "shardkit::to_host" and not self._is_on_host:
             self._add_on_host(result)
         elif not self._is_propagating():
             self._see(function._schema.name, args, kwargs or {}, result)

@@ -55,7 +55,7 @@ def tracked_step(
         raise ModelError("model: no parameter is trained; set requires_grad on some.")
     optimizer = make_optimizer(trained)
     stepper = local_step.stepper_of(optimizer)
-    tracker = MemoryTracker()
+    tracker = MemoryTracker(is_on_host=config.use_cpu)
     with tracker:
         has_state = [p for name, p in parallel.named_parameters() if p.requires_grad and name not in stateless]
         _make_states(optimizer, stepper, has_state, tracker)
