@@ -5,6 +5,8 @@ Most run in this process, through the worker's own functions; two go through the
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -488,6 +490,18 @@ def test_layers_that_differ_by_their_number_are_not_extrapolated(tmp_path, kind,
     assert found.memory.peak == exact.memory.peak
     why = "Every layer was simulated: equal layers do not all add the same memory."
     assert (why in found.notes) is not is_even
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_copied_layers_hold_what_others_hold():
+    """nn.Transformer copies its layers: their weights are not activations."""
+
+    def held(copies: Callable[[nn.Module], nn.Module]) -> Memory:
+        with fake_world.fake_tensors():
+            model = copies(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)))
+            return tracked_forward(model, {}, batches.given_loss(torch.zeros(2, 64))).moments[-1].memory
+
+    assert held(deepcopy) == held(lambda model: model)
 
 
 @pytest.mark.slow
