@@ -189,6 +189,16 @@ def test_each_change_alone_has_the_effect_that_is_said():
     pytest.fail("no other strategy was named")
 
 
+def test_the_largest_batch_of_an_own_model_is_not_sent_in_a_circle(capsys):
+    own = ("--model", "torch.nn:Transformer", "--world", "2", "--find", "max-batch")
+    code, err = refused(capsys, *own)
+    assert code == 2
+    assert err.endswith("unknown from its source; --simulate --batch runs its code.\n")
+    code, err = refused(capsys, *own, "--simulate", "--batch", "my:batch")
+    assert code == 2
+    assert err.endswith("plan for one size after the other without --find.\n")
+
+
 OF_FSDP = "distributed_type: FSDP\nnum_processes: 16\nnum_machines: 2\nmain_process_ip: a\n"
 
 
