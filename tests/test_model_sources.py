@@ -64,10 +64,11 @@ def test_the_torch_model_computes():
 
 def test_a_wrong_formula_names_everything_that_is_wrong():
     with pytest.raises(ModelError) as caught:
-        describe("gpt:layers=x,hiden=3,heads=5")
+        describe("gpt:layers=x,hiden=3,heads=5,heads=6")
     text = str(caught.value)
     assert "layers: not a whole number from 1 to 10,000 (got 'x')" in text
     assert "hiden: unknown" in text
+    assert "heads: given twice (got '6' too)" in text
     assert "hidden: missing" in text
     assert "write gpt:layers=" in text
 
@@ -278,11 +279,30 @@ def test_weights_in_8_bits_are_counted_and_packed_ones_are_named(tmp_path):
     save_file(state, tmp_path / "eight.safetensors")
     found = describe("eight.safetensors", folder=tmp_path)
     assert found.numel == 3 * 32 + 8 and len(found.notes) == 1
-    packed = {"q.qweight": torch.zeros(4, 8, dtype=torch.int32), "q.zeros": torch.zeros(2, dtype=torch.int64)}
+    packed = {"q.qweight": torch.zeros(4, 8, dtype=torch.int32), "q.zeros": torch.zeros(2, dtype=torch.uint8)}
     save_file(state | packed, tmp_path / "packed.safetensors")
     found = describe("packed.safetensors", folder=tmp_path)
     assert found.numel == 3 * 32 + 8
-    assert found.notes[1].startswith("Not counted: 2 tensors of I32, I64, 34 numbers in all; a weight packed in them")
+    assert found.notes[1].startswith("Not counted: 2 tensors of I32, U8, 34 numbers in all; a weight packed in them")
+
+
+def test_integers_of_64_bits_and_masks_are_buffers(tmp_path):
+    state = {"norm.weight": torch.zeros(8), "norm.num_batches_tracked": torch.tensor(0), "mask": torch.ones(4, 4) > 0}
+    save_file(state, tmp_path / "model.safetensors")
+    found = describe("model.safetensors", folder=tmp_path)
+    assert (found.numel, len(found.notes)) == (8, 1)
+    buffers = {node.name_of(buffer): buffer.numel for node in found.tree.walk() for buffer in node.buffers}
+    assert buffers == {"norm.num_batches_tracked": 1, "mask": 16}
+
+
+def test_weights_that_lie_there_in_two_forms_are_counted_once(tmp_path):
+    save_file({"model.norm.weight": torch.zeros(8)}, tmp_path / "model-00001-of-00001.safetensors")
+    save_file({"norm.weight": torch.zeros(8)}, tmp_path / "consolidated.safetensors")
+    found = describe(str(tmp_path))
+    assert found.numel == 8
+    assert found.notes[1].startswith("consolidated.safetensors: not counted; it holds the same weights")
+    (tmp_path / "model-00001-of-00001.safetensors").unlink()
+    assert describe(str(tmp_path)).numel == 8
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x02\x00\x00\x00\x00\x00\x00\x00[]"])

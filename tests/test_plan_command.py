@@ -189,6 +189,49 @@ def test_each_change_alone_has_the_effect_that_is_said():
     pytest.fail("no other strategy was named")
 
 
+def test_the_largest_batch_of_an_own_model_is_not_sent_in_a_circle(capsys):
+    own = ("--model", "torch.nn:Transformer", "--world", "2", "--find", "max-batch")
+    code, err = refused(capsys, *own)
+    assert code == 2
+    assert err.endswith("unknown from its source; --simulate --batch runs its code.\n")
+    code, err = refused(capsys, *own, "--simulate", "--batch", "my:batch")
+    assert code == 2
+    assert err.endswith("plan for one size after the other without --find.\n")
+
+
+OF_FSDP = "distributed_type: FSDP\nnum_processes: 16\nnum_machines: 2\nmain_process_ip: a\n"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "distributed_type: MULTI_GPU\nnum_processes: 8\n",
+        "distributed_type: XLA\nnum_processes: 8\n",
+        OF_FSDP + "fsdp_config:\n  fsdp_auto_wrap_policy: NO_WRAP\n",
+        OF_FSDP + "fsdp_config:\n  fsdp_sharding_strategy: 5\nshardkit:\n  mesh:\n    shard_size: 4\n",
+        OF_FSDP + "fsdp_config:\n  fsdp_sharding_strategy: 4\nshardkit:\n  mesh:\n    replicate_size: 4\n",
+    ],
+)
+def test_each_change_has_the_effect_that_is_said_when_it_is_typed(capsys, file):
+    Path("shardkit.yaml").write_text(file)
+    given = {"--model": "gpt:layers=8,hidden=2048,heads=16", "--batch-size": "16", "--device": "20GiB"}
+    words = [word for pair in given.items() for word in pair]
+    said = json.loads(plan(capsys, *words, "--json"))["changes"]
+    assert said
+    for change in said:
+        flags, settings = dict(given), list[str]()
+        for part in change["text"].split(" and "):
+            words = re.sub(r" \(.*\)$|, accumulating.*$", "", part)
+            if words.startswith("--"):
+                flags |= dict([words.split()])
+            else:
+                settings += [each.replace(": ", "=") for each in words.split(", ")]
+        words = [word for pair in [*flags.items(), *(("--set", each) for each in settings)] for word in pair]
+        found = json.loads(plan(capsys, *words, "--json"))
+        peak = next(row["peak_bytes"] for row in found["strategies"] if row["strategy"] == found["chosen"])
+        assert peak == change["peak_bytes"], change["text"]
+
+
 def test_changes_together_where_none_is_enough():
     request = make_request("gpt:layers=32,hidden=4096,heads=32", world_size=8, batch_size=8, device="l4")
     *single, together = changes(request)
@@ -378,6 +421,7 @@ def test_no_model_is_refused_with_the_forms(capsys):
     [
         (("--device", "h1000"), "--device: unknown (got 'h1000'); did you mean h100?"),
         (("--device", "abacus"), "use one of a100-pcie, a100-40"),
+        (("--device", " "), "--device: unknown (got ' '); use one of a100-pcie, "),
         (("--device", "b3"), "--device: unknown (got 'b3'); did you mean b300?"),
         (("--optimizer", "muon"), "or add --simulate --optimizer module:function, a function that makes yours."),
         (
@@ -555,9 +599,16 @@ def test_a_device_by_the_drivers_name(name, memory, expected):
 
 
 def test_a_device_without_bf16_says_what_a_run_does(capsys):
-    arguments = ("--model", SMALL, "--world", "2", "--device", "t4", "--set")
-    assert "T4 16 GB does not support bf16" in plan(capsys, *arguments, "mixed_precision=bf16").replace("\n", " ")
-    assert "does not support" not in plan(capsys, *arguments, "mixed_precision=fp16")
+    arguments = ("--model", SMALL, "--world", "2", "--batch-size", "1", "--device", "t4")
+    in_bf16, in_fp32, in_fp16 = (
+        plan(capsys, *arguments, "--set", f"mixed_precision={value}") for value in ("bf16", "no", "fp16")
+    )
+    note = "T4 16 GB does not support bf16, so a run there trains in fp32, with a warning"
+    assert note in in_bf16.replace("\n", " ")
+    assert in_bf16.split("\n\n")[:-1] == in_fp32.split("\n\n")[:-1]
+    assert "does not support" not in in_fp16
+    without_a_file = plan(capsys, *arguments)
+    assert without_a_file == in_fp16
 
 
 def test_a_device_without_8_bits_is_no_faster_by_them_and_says_so(capsys):
@@ -890,6 +941,8 @@ def test_a_world_is_on_machines_with_equal_numbers_of_ranks(tmp_path, file, worl
 def test_ranks_that_do_not_fill_the_given_machines_are_refused():
     with pytest.raises(UsageError, match=r"--per-machine: does not divide the number of ranks \(got 8 of 12\)"):
         configuration(None, [], None, 12, 8, None)
+    with pytest.raises(UsageError, match=r"--per-machine: does not divide the number of ranks \(got 3 of 8\)"):
+        configuration(None, ["num_processes=8"], None, None, 3, None)
 
 
 def test_the_command_beside_a_measurement_plans_the_run(tmp_path, monkeypatch):

@@ -5,6 +5,8 @@ Most run in this process, through the worker's own functions; two go through the
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +14,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardkit.config.schema import Config, FsdpConfig, ShardkitConfig
 from shardkit.errors import ModelError, UsageError
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
-from shardkit.plan import batches, measured, repeats, worker
+from shardkit.plan import batches, fake_world, measured, repeats, worker
 from shardkit.plan.answer import PlanRequest, row
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
 from shardkit.plan.devices import DEVICES
 from shardkit.plan.simulation import _simulation, simulate
+from shardkit.plan.training_step import tracked_forward
 from shardkit.sharding.fsdp import can_reduce_unused
 
 SMALL = "gpt:layers=12,hidden=64,heads=4,vocab=500,seq=64"
@@ -252,6 +256,19 @@ def test_what_is_not_sharded_is_not_offloaded():
 
 
 @pytest.mark.slow
+def test_activations_are_not_offloaded_from_a_cpu():
+    """Its memory is that of the host, where they are either way."""
+    asked = request(TINY, 1, "no", world_size=2, activation_checkpointing=True)
+    section = ShardkitConfig(offload_activations=True)
+    offloads = asked.config.model_copy(update={"shardkit": section})
+    on_cpu = asked.with_config(offloads.model_copy(update={"use_cpu": True}))
+    for found in (row, lambda each: replace(row(each), simulated=simulated(each)[0])):
+        plain, gpu, cpu = (found(each).memory for each in (asked, asked.with_config(offloads), on_cpu))
+        assert gpu.host.activations > cpu.host.activations == 0
+        assert cpu.peak.total >= plain.peak.total > gpu.peak.total
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not can_reduce_unused(), reason="FSDP reduces unused parameters from torch 2.13 on")
 def test_ranks_that_may_use_different_parameters_hold_as_much():
     asked = request(TINY)
@@ -416,6 +433,101 @@ def test_a_model_that_counts_its_blocks_is_simulated_whole(tmp_path, kind):
     assert "Every layer was simulated: the model does not run with fewer." in found.notes
 
 
+NUMBERED = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x):
+        return x + self.inside(x)
+
+class Numbered(nn.Module):
+    def __init__(self, recomputed=(), tapped=()):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(16))
+        self.recomputed, self.tapped = recomputed, tapped
+
+    def forward(self, x):
+        outputs = [x]
+        for number, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=False) if number in self.recomputed else layer(x)
+            if number in self.tapped:
+                outputs.append(x.exp())
+        return torch.stack([*outputs, x])
+
+def of_second():
+    return Numbered(recomputed=range(0, 16, 2))
+
+def of_half():
+    return Numbered(recomputed=range(8))
+
+def of_taps():
+    return Numbered(tapped=range(7, 16, 8))
+
+def of_all():
+    return Numbered(recomputed=range(16))
+
+def batch():
+    return torch.zeros(512, 64)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "is_even"), [("second", False), ("half", False), ("taps", False), ("all", True)])
+def test_layers_that_differ_by_their_number_are_not_extrapolated(tmp_path, kind, is_even):
+    (tmp_path / "numbered_model.py").write_text(NUMBERED)
+    spec = f"numbered_model:of_{kind}"
+    asked = PlanRequest(describe(spec, folder=tmp_path), Config(num_processes=2), 2, 2, DEVICES["cpu"])
+    exact, found = (
+        simulate(asked, batch="numbered_model:batch", folder=tmp_path, is_exact=is_exact)[0]
+        for is_exact in (True, False)
+    )
+    assert found.memory.peak == exact.memory.peak
+    why = "Every layer was simulated: equal layers do not all add the same memory."
+    assert (why in found.notes) is not is_even
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_copied_layers_hold_what_others_hold():
+    """nn.Transformer copies its layers: their weights are not activations."""
+
+    def held(copies: Callable[[nn.Module], nn.Module]) -> Memory:
+        with fake_world.fake_tensors():
+            model = copies(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)))
+            return tracked_forward(model, {}, batches.given_loss(torch.zeros(2, 64))).moments[-1].memory
+
+    assert held(deepcopy) == held(lambda model: model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "is_kept",
+    [
+        lambda: torch.rand([]) >= 0.1,
+        lambda: not torch.rand(1) < 0.1,
+        lambda: torch.rand(1).item() > 0.1,
+        lambda: torch.rand(1) <= 0.9,
+        lambda: torch.rand(()).item() < 0.9,
+    ],
+)
+def test_layers_that_are_dropped_at_random_are_kept(is_kept):
+    class Dropping(nn.Sequential):
+        def forward(self, x):
+            for layer in self:
+                x = layer(x) if is_kept() else x
+            return x
+
+    with fake_world.fake_tensors():
+        model = Dropping(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
+        tracker = tracked_forward(model, dict(model.named_children()), batches.given_loss(torch.zeros(2, 8)))
+    assert {"0", "1", "2"} <= {moment.unit for moment in tracker.moments}
+
+
 def own_model(folder: Path, spec: str = "choosy_model:build") -> PlanRequest:
     (folder / "choosy_model.py").write_text(BAD)
     config = Config(num_processes=2)
@@ -538,6 +650,51 @@ def test_a_batch_that_is_not_there_is_named_by_its_flag():
     for spec in ("tests.models:missing", "no_such_module:batch"):
         with pytest.raises(UsageError, match=f"--batch {spec}: cannot be imported from this folder .*; give module:f"):
             batches.named("--batch", spec)
+
+
+BATCHES = """
+import torch
+from torch.utils.data import DataLoader
+
+def shuffled():
+    return next(iter(DataLoader(torch.zeros(8, 4), batch_size=2, shuffle=True)))
+
+def without_data():
+    return open("no-such-data.bin")
+
+def nothing():
+    return None
+"""
+
+
+def test_a_batch_is_made_with_values_and_its_errors_are_its_own(tmp_path, monkeypatch):
+    (tmp_path / "own_batches.py").write_text(BATCHES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with fake_world.fake_tensors():
+        batch = batches.given_batch("own_batches:shuffled")
+        assert isinstance(batch, FakeTensor)
+        assert batch.shape == (2, 4)
+        with pytest.raises(
+            UsageError, match=r"^--batch own_batches:without_data: fails \(FileNotFoundError: .*:9\); it"
+        ):
+            batches.given_batch("own_batches:without_data")
+        with pytest.raises(
+            UsageError, match=r"^--batch own_batches:nothing: returned nothing \(got None\); return one"
+        ):
+            batches.given_batch("own_batches:nothing")
+
+
+@pytest.mark.slow
+def test_batch_and_optimizer_are_found_in_the_folder_of_the_command(tmp_path):
+    """The model is in that of the file."""
+    (tmp_path / "the_model.py").write_text("from torch import nn\n\ndef build():\n    return nn.Linear(4, 4)\n")
+    (tmp_path / "shardkit.yaml").write_text("# model: the_model:build\nnum_processes: 1\nuse_cpu: true\n")
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "own_batches.py").write_text(BATCHES)
+    flags = ("--simulate", "--batch", "own_batches:shuffled", "--optimizer", "torch.optim:AdamW")
+    done = plan("--config", "../shardkit.yaml", *flags, folder=tmp_path / "below")
+    assert done.returncode == 0, done.stderr
+    assert "micro-batch of own_batches:shuffled" in done.stdout
 
 
 def measurement(folder: Path, rank: int, peak: int) -> None:

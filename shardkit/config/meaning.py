@@ -94,6 +94,14 @@ def dtypes(config: Config) -> Dtypes:
     return Dtypes(param, section.reduce_dtype or "fp32", section.output_dtype or ("fp32" if param else None))
 
 
+def without_bf16(config: Config) -> Config:
+    """The configuration as it is trained on devices that do not support bf16: in fp32."""
+    section = config.shardkit.precision.model_copy(update={"param_dtype": None, "output_dtype": None})
+    return config.model_copy(
+        update={"mixed_precision": "no", "shardkit": config.shardkit.model_copy(update={"precision": section})}
+    )
+
+
 def eight_bits(config: Config) -> Literal["fp8", "mxfp8"] | None:
     """What Linear layers inside of blocks multiply in, where that is less than the compute dtype."""
     return config.mixed_precision if config.mixed_precision in ("fp8", "mxfp8") else None

@@ -34,6 +34,8 @@ def parse(text: str) -> GptShape:
         name = name.strip()
         if name not in known:
             problems.append(f"{name}: unknown (known: {', '.join(sorted(known))})")
+        elif name in values:
+            problems.append(f"{name}: given twice (got {value.strip()!r} too)")
         elif (number := _number(name, value.strip())) is None:
             problems.append(f"{name}: not a whole number from 1 to {_most(name):,} (got {value.strip()!r})")
         else:

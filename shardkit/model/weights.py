@@ -16,6 +16,7 @@ from shardkit.wording import count_text, counted
 _LARGEST_HEADER_BYTES = 100_000_000
 _MOST_LEVELS = 100  # of modules in each other; the tree is walked by recursion
 _FLOATING = ("F", "BF")  # F64 to F8_E4M3 and F4
+_BUFFERS = {"I64": "int64", "BOOL": "bool"}  # positions, masks, counters of batches; no weight is packed in these
 
 
 def describe(spec: str, path: Path) -> ModelDescription:
@@ -27,27 +28,38 @@ def describe(spec: str, path: Path) -> ModelDescription:
     if not files:
         raise ModelError(f"{path}: no .safetensors file in this folder; name such a file or a folder with them.")
     entries: dict[str, Any] = {}
+    again = _files_again(files)
     for file in files:
-        entries |= read_header(file)
-    floating = {name: entry for name, entry in entries.items() if entry["dtype"].startswith(_FLOATING)}
-    parameters = {name: _parameter(name, entry) for name, entry in floating.items()}
+        entries |= {} if file in again else read_header(file)
+    parameters = {name: _parameter(name, e) for name, e in entries.items() if e["dtype"].startswith(_FLOATING)}
+    buffers = {name: _parameter(name, e, _BUFFERS[e["dtype"]]) for name, e in entries.items() if e["dtype"] in _BUFFERS}
     if not parameters:
         raise ModelError(f"{path}: no floating-point tensor in it; name the file that holds the model's weights.")
     return ModelDescription(
         spec=spec,
         name=path.stem if path.is_file() else path.name,
-        tree=_tree("", _nested(parameters, path)),
+        tree=_tree("", _nested(parameters | buffers, path)),
         has_class_names=False,
         notes=(
             "Read from the weights' names: every tensor counts as a trainable fp32 parameter, tied ones once; "
             "activations are unknown.",
-            *_left_out([entry for name, entry in entries.items() if name not in floating]),
+            *_left_out([entry for name, entry in entries.items() if name not in parameters | buffers]),
+            *(
+                f"{file.name}: not counted; it holds the same weights as the files model*.safetensors."
+                for file in again
+            ),
         ),
     )
 
 
+def _files_again(files: Sequence[Path]) -> list[Path]:
+    """Those with the weights of others under other names: Mistral publishes its own form beside Transformers'."""
+    is_both = any(file.name.startswith("model") for file in files)
+    return [file for file in files if is_both and file.name.startswith("consolidated")]
+
+
 def _left_out(entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A note about tensors that are not floating-point."""
+    """A note about tensors that are neither floating-point nor buffers."""
     if entries:
         dtypes = ", ".join(sorted({entry["dtype"] for entry in entries}))
         numbers = count_text(sum(prod(entry["shape"]) for entry in entries))
@@ -83,8 +95,8 @@ def _is_entry(name: str, entry: Any) -> bool:
     return isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape) and prod(shape) < 2**63
 
 
-def _parameter(name: str, entry: Mapping[str, Any]) -> Parameter:
-    return Parameter(name.rpartition(".")[2], tuple(entry["shape"]))
+def _parameter(name: str, entry: Mapping[str, Any], dtype: str = "float32") -> Parameter:
+    return Parameter(name.rpartition(".")[2], tuple(entry["shape"]), dtype)
 
 
 def _nested(parameters: Mapping[str, Parameter], where: Path) -> dict[str, Any]:
@@ -110,5 +122,7 @@ def _tree(fqn: str, parts: Mapping[str, Any], class_name: str = "Model") -> Modu
         _tree(f"{fqn}.{name}" if fqn else name, part, f"{last}[*]" if is_list else name)
         for name, part in modules.items()
     )
-    parameters = tuple(part for part in parts.values() if isinstance(part, Parameter))
-    return ModuleNode(fqn, "ModuleList" if is_list else class_name, parameters, children, is_list)
+    tensors = [part for part in parts.values() if isinstance(part, Parameter)]
+    parameters = tuple(tensor for tensor in tensors if tensor.dtype not in _BUFFERS.values())
+    buffers = tuple(tensor for tensor in tensors if tensor.dtype in _BUFFERS.values())
+    return ModuleNode(fqn, "ModuleList" if is_list else class_name, parameters, children, is_list, buffers)

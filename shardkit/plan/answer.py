@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.config import xla
-from shardkit.config.meaning import dtypes, eight_bits
+from shardkit.config.meaning import eight_bits
 from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.errors import UsageError
 from shardkit.model.cut import shard_dim
@@ -235,11 +235,6 @@ _POWER_SGD = "power_sgd: traffic is that of uncompressed gradients, as before po
 def notes_on(request: PlanRequest) -> Iterator[str]:
     """Notes on settings that the plan does not count in full, or that the device does not support."""
     config, device = request.config, request.device
-    if dtypes(config).param == "bf16" and device.lacks_bf16:
-        yield (
-            f"{device.name} does not support bf16, so a run there trains in fp32, with a warning; plan with "
-            "--set mixed_precision=fp16."
-        )
     kind = eight_bits(config)
     if kind and device.multiplies_in(kind) is False:
         yield f"{device.name} does not compute in {kind}, so a run is refused; plan with --set mixed_precision=bf16."

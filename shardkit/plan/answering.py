@@ -92,7 +92,10 @@ def _check_simulation(request: PlanRequest, question: search.Question | None, ho
             listed = " and ".join(given)
             raise UsageError(f"{listed}: the function of --batch gives the micro-batch (got both); leave {listed} out.")
     if question is search.Question.MAX_BATCH and how.batch is not None:
-        raise UsageError("--find max-batch: --batch fixes the batch size (got both); leave --batch out.")
+        raise UsageError(
+            "--find max-batch: --batch fixes the batch size (got both); leave --batch out, or, for a model whose "
+            "inputs only that function knows, plan for one size after the other without --find."
+        )
     if question not in (None, search.Question.MAX_BATCH) and request.batch_size is None and how.batch is None:
         raise UsageError(
             f"--find {question.value}: needs the micro-batch size (got no --batch-size); add --batch-size."

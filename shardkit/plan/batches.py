@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.errors import UsageError
-from shardkit.model.probe import error_text, imported
+from shardkit.model.probe import error_text, imported, where
 from shardkit.plan.optimizers import QUANTIZED, Quantized, is_quantized
 from shardkit.signatures import signature
 
@@ -23,10 +27,37 @@ def named(flag: str, spec: str) -> Any:
     """The object that `module:name` names. UsageError, with the flag, if it is not found."""
     try:
         return imported(spec)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:
         raise UsageError(
             f"{flag} {spec}: cannot be imported from this folder ({error}); give module:function."
         ) from error
+
+
+def given_batch(spec: str) -> Any:
+    """The micro-batch of the function (or object) that `--batch` names, with fake tensors. The function is called once,
+    without fake tensors, because it may read values: a DataLoader that shuffles does."""
+    batch = _made(spec)
+    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    return tree_map_only(torch.Tensor, torch.ops.aten.lift_fresh.default, batch)
+
+
+@cache
+def _made(spec: str) -> Any:
+    with unset_fake_temporarily():
+        found = named("--batch", spec)
+    try:
+        with unset_fake_temporarily():
+            batch = found() if callable(found) else found
+    except Exception as error:
+        place = where(error)
+        at = f" at {Path(place).name}" if place else ""
+        raise UsageError(
+            f"--batch {spec}: fails ({error_text(error)}{at}); it is called without arguments, on this machine's CPU, "
+            "and returns one micro-batch."
+        ) from error
+    if batch is None:
+        raise UsageError(f"--batch {spec}: returned nothing (got None); return one micro-batch.")
+    return batch
 
 
 def next_token_loss(tokens: torch.Tensor, vocabulary: int) -> Loss:
@@ -91,7 +122,7 @@ def loss_in(output: Any) -> torch.Tensor:
     """The loss in the output, by name or as its only number; else the sum of the means of all its tensors."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(found, torch.Tensor):
-        return found
+        return found if found.numel() == 1 else found.float().mean()
     tensors = [
         t
         for t in torch.utils._pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)

@@ -217,7 +217,8 @@ def find(name: str, memory_bytes: int | None = None) -> Device:
     elif (size := memory_in(name)) is not None:
         device = Device(f"device of {name.strip()}", size, {})
     else:
-        near = get_close_matches(key, [*DEVICES, *(known.rpartition("-")[0] for known in DEVICES)], 1)
+        families = (known.rpartition("-")[0] for known in DEVICES if "-" in known)
+        near = get_close_matches(key, [*DEVICES, *families], 1)
         hint = f"did you mean {near[0]}? If not," if near else f"use one of {', '.join(DEVICES)}, or"
         raise UsageError(f"--device: unknown (got {name!r}); {hint} give its memory: 80GiB.")
     return device if memory_bytes is None else replace(device, memory_bytes=memory_bytes)

@@ -16,9 +16,16 @@ from shardkit.distributed.process import Process
 from shardkit.sharding.mesh import build_mesh
 
 
+class _FakeTensors(FakeTensorMode):
+    def __deepcopy__(self, memo: object) -> _FakeTensors:
+        """Itself. A deep copy of a fake tensor (nn.Transformer copies its layers) copies its mode too, and torch would
+        convert the copy anew in each operator: storages of their own, counted in addition."""
+        return self
+
+
 def fake_tensors() -> FakeTensorMode:
     """A context in which every new tensor is fake; real tensors created elsewhere may be mixed in."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _FakeTensors(allow_non_fake_inputs=True)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ last reference is gone. Storages of fake tensors have the size of the real ones.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,8 +25,15 @@ from shardkit.plan.closed_form import Memory, Moment
 
 CATEGORIES = tuple(field.name for field in fields(Memory))
 _GATHERED = ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "c10d::_allgather_base_")
-_DRAWS = (torch.ops.aten.rand.default,)
-_COMPARISONS = (torch.ops.aten.lt.Scalar, torch.ops.aten.gt.Scalar)
+# A random number that decides what runs is 0.5, by which random layer dropping (LayerDrop, stochastic depth) drops
+# nothing, however it is written: the maximum of memory.
+_DRAWN = 0.5
+_COMPARISONS: dict[Any, Callable[[Any, Any], bool]] = {
+    torch.ops.aten.lt.Scalar: operator.lt,
+    torch.ops.aten.le.Scalar: operator.le,
+    torch.ops.aten.gt.Scalar: operator.gt,
+    torch.ops.aten.ge.Scalar: operator.ge,
+}
 _PAYLOADS = {  # which argument torch counts: the output of an all-gather, the input of a reduce-scatter
     "c10d::_allgather_base_": ("all_gather", 0),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
@@ -39,11 +47,13 @@ class MemoryTracker(TorchDispatchMode):
 
     Each moment holds the memory at its peak. `payload_bytes`: bytes of the collectives by kind. `events`: allocations
     and frees since the last restart; `before`: allocations alive at that point, and whether each is optimizer state;
-    `optimizer_at`: index of the event at which the optimizer starts. `host_bytes`: maximum of offloaded bytes.
+    `optimizer_at`: index of the event at which the optimizer starts. `host_bytes`: maximum of offloaded bytes;
+    none if the device `is_on_host`, a CPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_on_host: bool = False) -> None:
         super().__init__()
+        self._is_on_host = is_on_host
         self.moments: list[Moment] = []
         self.payload_bytes: dict[str, int] = {}
         self.events: list[Event] = []
@@ -139,14 +149,15 @@ class MemoryTracker(TorchDispatchMode):
         if function is torch.ops.aten._local_scalar_dense.default and self._default == "optimizer_state":
             # A step (its int is 1) or a product of decays: NAdam divides by one minus it.
             return 1.5 if args[0].is_floating_point() else 1
-        if function is torch.ops.aten._local_scalar_dense.default and getattr(args[0], "_is_drawn", False):
-            return 0  # random layer dropping (LayerDrop) drops nothing: the maximum of memory
+        drawn = getattr(args[0], "_drawn", None) if args else None
+        if function is torch.ops.aten._local_scalar_dense.default and drawn is not None:
+            return drawn
         result = _run(function, args, kwargs or {})
-        if function in _DRAWS and result.dim() == 0:
-            result._is_drawn = True
-        if function in _COMPARISONS and getattr(args[0], "_is_drawn", False):
-            result._is_drawn = True
-        if function._schema.name == "shardkit::to_host":
+        if function is torch.ops.aten.rand.default and result.numel() == 1:
+            result._drawn = _DRAWN
+        if function in _COMPARISONS and drawn is not None:
+            result._drawn = _COMPARISONS[function](drawn, args[1])
+        if function._schema.name == "shardkit::to_host" and not self._is_on_host:
             self._add_on_host(result)
         elif not self._is_propagating():
             self._see(function._schema.name, args, kwargs or {}, result)

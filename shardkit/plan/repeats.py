@@ -3,7 +3,8 @@
 Each additional block in a run of equal blocks adds the same number of bytes to every moment, if moments are matched by
 their distance from the nearer end of the run: "backward of the second block from the end" gathers, reduces and saves
 the same as in a longer model, plus a constant per block in between. So a step with 4 blocks and one with 5 determine
-every moment of a step with any number of blocks, and the peak among them, in any phase.
+every moment of a step with any number of blocks, and the peak among them, in any phase. Code may treat equal blocks
+differently by their number, which no short step shows: `worker._is_computed_alike` compares forward of all blocks.
 """
 
 from __future__ import annotations

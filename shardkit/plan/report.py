@@ -55,11 +55,11 @@ def _headline(request: PlanRequest) -> str:
         every = config.shardkit.recompute_every
         part = f" of 1 block in {every}" if every > 1 else ""
         load.append(f"activation checkpointing{part}" + (" by operator" if _by_operator(config) else ""))
-    if config.shardkit.offload_activations:
+    if config.shardkit.offload_activations and not config.use_cpu:
         load.append("activations on the host")
     if request.ema is not Ema.NO:
         load.append("EMA of the model" if request.ema is Ema.MODEL else "EMA of trained parameters")
-    if config.fsdp.offload_params:
+    if config.fsdp.offload_params and not config.use_cpu:
         load.append("offload to the host")
     return f"{_wrapped(request.description.text.split(', '))}\n{_wrapped(load)}"
 

@@ -7,9 +7,9 @@ from shardkit.config.command import settings_from
 from shardkit.config.files import resolve
 from shardkit.config.hardware import detect
 from shardkit.config.layers import FlagValue, clashes
-from shardkit.config.meaning import runs_on_cpu
+from shardkit.config.meaning import dtypes, eight_bits, runs_on_cpu, without_bf16
 from shardkit.config.schema import Config
-from shardkit.errors import ConfigError, UsageError
+from shardkit.errors import ConfigError, ShardkitError, UsageError
 from shardkit.model import comment
 from shardkit.model.sources import FORMS, describe, folder_for
 from shardkit.plan import devices, optimizers, tpu
@@ -32,13 +32,11 @@ def configuration(
     device: str | None,
 ) -> Config:
     """The file's configuration, or the defaults, with KEY=VALUE pairs, strategy and number of ranks as requested;
-    without a file bf16 is assumed on all devices but CPUs. Raises UsageError and ConfigError, with all problems."""
+    without a file bf16, or fp16 where the device lacks bf16, is assumed on all devices but CPUs. Raises UsageError and
+    ConfigError, with all problems."""
     given = settings_from(pairs)
-    if world is not None and per_machine is not None and world > per_machine and world % per_machine:
-        raise UsageError(
-            f"--per-machine: does not divide the number of ranks (got {per_machine} of {world}), and machines have "
-            "equal numbers of them; give a divisor."
-        )
+    if world is not None:
+        _check_per_machine(world, per_machine)
     of_world = {} if world is None else _of_world(world, per_machine or _ranks_per_machine(_resolved(path, given)))
     chosen = {
         name: of_world[name] for name in ("num_processes", *(["num_machines"] if per_machine else [])) if of_world
@@ -49,7 +47,17 @@ def configuration(
     given = of_world | given
     if strategy is not None or path is None:
         given = _with_implied(path, given, strategy, device)
-    return resolve(path, given, defaults_for_hardware=False).config
+    found = resolve(path, given, defaults_for_hardware=False).config
+    _check_per_machine(found.num_processes, per_machine)
+    return found
+
+
+def _check_per_machine(world: int, per_machine: int | None) -> None:
+    if per_machine is not None and world > per_machine and world % per_machine:
+        raise UsageError(
+            f"--per-machine: does not divide the number of ranks (got {per_machine} of {world}), and machines have "
+            "equal numbers of them; give a divisor."
+        )
 
 
 def _resolved(path: Path | None, given: dict[str, str]) -> Config:
@@ -76,15 +84,25 @@ def _of_world(world: int, per_machine: int) -> dict[str, str]:
 
 def _with_implied(path: Path | None, given: dict[str, str], strategy: str | None, device: str | None) -> dict[str, str]:
     """The settings, with what follows from them and the flags: --strategy means FSDP, or PyTorch/XLA if that is
-    configured; no file means bf16, on all devices but CPUs."""
+    configured; no file means 16 bits, on all devices but CPUs, as in `hardware_defaults.for_hardware`."""
     found = _resolved(path, given)
-    is_for_cpu = device is not None and device.strip().lower() == "cpu"  # as `devices.find` reads it
-    if path is None and not is_for_cpu and not runs_on_cpu(found):
-        given = {"mixed_precision": "bf16", **given}
+    if path is None and (half := _half_of(found, device)) is not None:
+        given = {"mixed_precision": half, **given}
     if strategy is None:
         return given
     kind = {"distributed_type": "XLA", "xla": "true"} if found.mode == "xla" else {"distributed_type": "FSDP"}
     return given | kind | {_STRATEGY: FlagValue(strategy, "--strategy")}
+
+
+def _half_of(config: Config, device: str | None) -> str | None:
+    """The 16-bit dtype of the planned device; None for a CPU, and for a device that `device_of` refuses."""
+    if runs_on_cpu(config):
+        return None
+    try:
+        planned = device_of(config, device, None)
+    except ShardkitError:
+        return None
+    return None if planned == devices.find("cpu") else "fp16" if planned.lacks_bf16 else "bf16"
 
 
 def model_name(model: str | None, path: Path | None) -> str:
@@ -142,7 +160,22 @@ def build(
         ema=ema,
         folder=folder,
     )
-    return tpu.as_planned(request if network is None else _with_network(request, network))
+    request = tpu.as_planned(request if network is None else _with_network(request, network))
+    return _in_supported_dtypes(request)
+
+
+def _in_supported_dtypes(request: PlanRequest) -> PlanRequest:
+    """The request in fp32, with a note, if it is in bf16 and the device does not support that, as in a run
+    (`precision.supported`)."""
+    config, device, description = request.config, request.device, request.description
+    if dtypes(config).param != "bf16" or eight_bits(config) or not device.lacks_bf16:
+        return request
+    note = (
+        f"{device.name} does not support bf16, so a run there trains in fp32, with a warning, and this plan is in "
+        "fp32; plan with --set mixed_precision=fp16."
+    )
+    description = replace(description, notes=(*description.notes, note))
+    return replace(request, config=without_bf16(config), description=description)
 
 
 def _without_class_names(config: Config) -> Config:

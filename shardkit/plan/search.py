@@ -68,10 +68,9 @@ def max_batch(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
 
 def _check_known(question: str, found: Row) -> None:
     if not found.memory.activations_known:
-        raise UsageError(
-            f"--find {question}: the peak would be too low, because it does not count {found.memory.gaps[0]}; "
-            "or add --simulate, which counts everything."
-        )
+        gap = found.memory.gaps[0]
+        more = "." if "--simulate" in gap else "; or add --simulate, which counts everything."
+        raise UsageError(f"--find {question}: the peak would be too low, because it does not count {gap}{more}")
 
 
 def _largest(peak: Callable[[int], int], first: int, room: int, limit: int) -> int:

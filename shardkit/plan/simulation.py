@@ -104,6 +104,7 @@ def simulate(
         "is_exact": is_exact,
         "loss": request.loss.value,
         "ema": request.ema.value,
+        "here": str(Path.cwd()),
     }
     steps = _in_child(job, timeout_s, folder)
     return [_simulation(request, config, step, batch) for config, step in zip(configs, steps, strict=True)]

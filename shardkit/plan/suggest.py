@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardkit.config.meaning import dtypes
-from shardkit.config.schema import Config, ShardingStrategy, WrapPolicy
+from shardkit.config.schema import Config, DistributedType, ShardingStrategy, WrapPolicy
 from shardkit.errors import ShardkitError
 from shardkit.plan.activations import Loss
 from shardkit.plan.answer import Change, PlanRequest, Row, configured_strategy, possible_strategies, row
@@ -118,7 +118,7 @@ def _last_of_each(texts: list[str]) -> list[str]:
 
 def _candidates(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     config = request.config
-    yield from _other_layouts(request)
+    yield from _other_layouts(request, given)
     yield from _other_loads(request, given)
     if not config.fsdp.activation_checkpointing:
         text = "fsdp_activation_checkpointing: true (a third more compute)"
@@ -134,11 +134,11 @@ def _candidates(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str,
         yield f"mixed_precision: {half}", request.with_config(config.model_copy(update={"mixed_precision": half}))
 
 
-def _other_layouts(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+def _other_layouts(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     config = request.config
     for strategy in possible_strategies(request):
         if strategy is not configured_strategy(config):
-            text = f"{'xla: true, ' if request.is_on_tpu else ''}fsdp_sharding_strategy: {strategy.value}"
+            text = ", ".join([f"fsdp_sharding_strategy: {strategy.value}", *_needed_for(strategy, given)])
             yield text, request.with_config(with_strategy(config, strategy))
     if config.mode == "fsdp" and not config.fsdp.offload_params and not request.is_on_tpu:
         text = "fsdp_offload_params: true (slower steps, host memory)"
@@ -147,6 +147,18 @@ def _other_layouts(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
         text = "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
         update = {"auto_wrap_policy": WrapPolicy.TRANSFORMER_BASED_WRAP, "transformer_layer_cls_to_wrap": []}
         yield text, request.with_config(_fsdp(config, **update))
+
+
+def _needed_for(strategy: ShardingStrategy, given: PlanRequest) -> Iterator[str]:
+    """Other settings without which the strategy has no effect, or is refused."""
+    mesh = given.config.shardkit.mesh
+    if given.is_on_tpu:
+        yield "xla: true"
+    elif given.config.distributed_type is not DistributedType.FSDP:
+        yield "distributed_type: FSDP"
+    if not strategy.is_hybrid:
+        sizes = {"shard_size": mesh.shard_size, "replicate_size": mesh.replicate_size}
+        yield from (f"shardkit.mesh.{name}: 0" for name, size in sizes.items() if size)
 
 
 def _other_loads(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:

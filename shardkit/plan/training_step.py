@@ -55,7 +55,7 @@ def tracked_step(
         raise ModelError("model: no parameter is trained; set requires_grad on some.")
     optimizer = make_optimizer(trained)
     stepper = local_step.stepper_of(optimizer)
-    tracker = MemoryTracker()
+    tracker = MemoryTracker(is_on_host=config.use_cpu)
     with tracker:
         has_state = [p for name, p in parallel.named_parameters() if p.requires_grad and name not in stateless]
         _make_states(optimizer, stepper, has_state, tracker)
@@ -68,6 +68,19 @@ def tracked_step(
         unused = _run(parallel, optimizer, stepper, config, loss, tracker)
     del averages
     return tracker, unused
+
+
+def tracked_forward(model: nn.Module, blocks: dict[str, nn.Module], loss: Loss) -> MemoryTracker:
+    """The tracker after forward and loss of a model as it is; `moments` are those of the given blocks, by name."""
+    tracker = MemoryTracker()
+    _mark_forward(blocks, tracker, set())
+    with tracker:
+        tracker.count([*model.parameters(), *model.buffers()], "parameters")
+        tracker.enter("forward", "the root")
+        held = loss(model)
+        tracker.enter("end")
+    del held
+    return tracker
 
 
 def _averages(model: nn.Module, ema: Ema) -> list[torch.Tensor]:
@@ -157,10 +170,7 @@ def _mark(model: nn.Module, config: Config, tracker: MemoryTracker) -> None:
     modules = dict(model.named_modules())
     marks = _units(modules) or _blocks(model, config, modules)
     waiting: set[object] = set()
-    for fqn, module in marks.items():
-        module.register_forward_pre_hook(_on_forward(fqn, tracker), prepend=True)
-        module.register_forward_hook(_on_output(fqn, tracker, waiting), prepend=True)
-        module.register_forward_hook(lambda *_: _pass(tracker))
+    _mark_forward(marks, tracker, waiting)
     model.register_forward_hook(lambda *_: tracker.enter("loss"))
     if config.mode == "fsdp":
         seen: dict[int, nn.Parameter] = {id(p): p for p in every_parameter(model)}
@@ -171,6 +181,13 @@ def _mark(model: nn.Module, config: Config, tracker: MemoryTracker) -> None:
         for parameter in seen.values():  # replicated parameters
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.register_post_accumulate_grad_hook(lambda p: tracker.count([p.grad], "gradients"))
+
+
+def _mark_forward(marks: dict[str, nn.Module], tracker: MemoryTracker, waiting: set[object]) -> None:
+    for fqn, module in marks.items():
+        module.register_forward_pre_hook(_on_forward(fqn, tracker), prepend=True)
+        module.register_forward_hook(_on_output(fqn, tracker, waiting), prepend=True)
+        module.register_forward_hook(lambda *_: _pass(tracker))
 
 
 def _units(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:

@@ -32,12 +32,13 @@ from shardkit.plan.allocator import replay, two_steps
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Moment
 from shardkit.plan.memory_tracker import MemoryTracker
-from shardkit.plan.training_step import tracked_step
+from shardkit.plan.training_step import tracked_forward, tracked_step
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to simulate for each configuration. `kind`: what `spec` names (gpt, transformers, factory)."""
+    """What to simulate for each configuration. `kind`: what `spec` names (gpt, transformers, factory). `here`: the
+    command's folder, in which batch and optimizer are found too."""
 
     kind: str
     spec: str
@@ -51,6 +52,7 @@ class Job:
     is_exact: bool
     loss: str = "held"
     ema: str = "no"
+    here: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ def main() -> None:
     job_file, result = Path(sys.argv[1]), Path(sys.argv[2])
     try:
         job = Job(**json.loads(job_file.read_text()))
+        sys.path.insert(0, job.here)
         answer: dict[str, Any] = {"steps": [_to_json(*simulated(job, Config(**c))) for c in job.configs]}
     except ShardkitError as error:
         answer = {"refused": str(error)}
@@ -94,11 +97,13 @@ def simulated(job: Job, config: Config) -> tuple[Step, str | None]:
     lengths = [base, *([repeats.MORE if i == n else repeats.KEPT for i in range(len(runs))] for n in range(len(runs)))]
     moments, reason = None, "the model does not run with fewer"
     try:
-        if all(_is_cut_alike(job, config, tree, runs, kept) for kept in lengths):
+        if not all(_is_cut_alike(job, config, tree, runs, kept) for kept in lengths):
+            reason = "fewer layers would be divided into other units"
+        elif not _is_computed_alike(job, config, runs, lengths):
+            reason = "equal layers do not all add the same memory"
+        else:
             short, *longer = (_step(job, config, runs, kept) for kept in lengths)
             moments = repeats.whole_step(runs, short.moments, [step.moments for step in longer])
-        else:
-            reason = "fewer layers would be divided into other units"
     except Exception:  # the model counts its blocks, or names them; an error of another cause comes again below
         gc.collect()
     if moments is None:
@@ -145,6 +150,33 @@ def _is_cut_alike(
     whole = set(_units_of(tree, config))
     present = {repeats.original_name(node.fqn, runs, kept)[0] for node in short.walk()}
     return found == whole & present
+
+
+def _is_computed_alike(job: Job, config: Config, runs: list[repeats.RepeatedBlocks], lengths: list[list[int]]) -> bool:
+    """Whether forward of all layers, unsharded, holds what is extrapolated from a few. It does not if the code looks at
+    a layer's number: every second one recomputed, the first half without a gradient, features of every eighth kept."""
+    if job.kind == "gpt":
+        return True
+    short, *longer = (_forward(job, config, runs, kept) for kept in lengths)
+    whole = _forward(job, config, runs, [run.length for run in runs])
+    return repeats.whole_step(runs, short, longer) == whole
+
+
+def _forward(job: Job, config: Config, runs: list[repeats.RepeatedBlocks], kept: list[int]) -> list[Moment]:
+    """The moments of forward and loss, without the runtime."""
+    with fake_world.joined(config, job.world_size, job.ranks_per_machine):
+        model = _shortened(job, runs, kept)
+        fake_world.keep_in_place(model)
+        loss = _loss(job, model)
+        blocks = {
+            f"{run.container}.{index}".lstrip("."): block
+            for run in runs
+            for index, block in enumerate(model.get_submodule(run.container).children())
+        }
+        moments = tracked_forward(model, blocks, loss).moments
+        del model, loss, blocks
+    gc.collect()
+    return moments
 
 
 def _units_of(tree: ModuleNode, config: Config) -> list[str]:
@@ -231,8 +263,7 @@ def _loss(job: Job, model: nn.Module) -> batches.Loss:
         what = "with --batch the model computes its own loss" if job.batch else "the model's head is unknown"
         raise UsageError(f"--loss fused: {what} (got {job.spec}); use --loss dropped.")
     if job.batch is not None:
-        found = batches.named("--batch", job.batch)
-        return batches.given_loss(found() if callable(found) else found)
+        return batches.given_loss(batches.given_batch(job.batch))
     if job.kind == "gpt":
         shape = _shape(job)
         tokens = torch.zeros(job.batch_size, job.seq_len or shape.seq, dtype=torch.long)

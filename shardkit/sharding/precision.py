@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from shardkit.config.meaning import WIDE, dtypes, eight_bits
+from shardkit.config.meaning import WIDE, dtypes, eight_bits, without_bf16
 from shardkit.config.schema import Config
 from shardkit.distributed import accelerators, control
 from shardkit.distributed.tensors import every_parameter
@@ -72,10 +72,7 @@ def supported(config: Config, device: torch.device) -> Config:
         "mixed_precision: %s (got bf16); training in fp32 instead. Set mixed_precision: fp16 for half precision.",
         "; ".join(reasons),
     )
-    section = config.shardkit.precision.model_copy(update={"param_dtype": None, "output_dtype": None})
-    return config.model_copy(
-        update={"mixed_precision": "no", "shardkit": config.shardkit.model_copy(update={"precision": section})}
-    )
+    return without_bf16(config)
 
 
 def has_bf16(device: torch.device) -> bool:
