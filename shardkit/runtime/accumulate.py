@@ -219,11 +219,6 @@ class Accumulation:
         return 0 if self._full_size else self._backwards.since(self._at_step).all
 
     @property
-    def has_new_gradients(self) -> bool:
-        """Whether there was a backward since the last step."""
-        return self._backwards.since(self._at_step).all > 0
-
-    @property
     def has_scaled_gradients(self) -> bool:
         """Whether the gradients still have fp16's loss scale, since no prepared optimizer has stepped on them."""
         new = self._backwards.since(self._at_step)

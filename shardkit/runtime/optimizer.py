@@ -105,6 +105,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         if closure is not None:
             self._refuse_closure()
         if self._accumulation.is_gathering():
+            self._has_used_gradients = False  # those of the last step are gone by now, maybe by `model.zero_grad()`
             return None
         progress.post("optimizer step", self._accumulation.counters.step)
         self._follow_changed_groups()
@@ -128,12 +129,10 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
     @eager
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drops the gradients, from any place in the loop; does nothing while the window still needs them: from its
-        first backward until this optimizer steps. Gradients of an earlier step are not needed: those before the next
-        backward, as a script may drop them by `model.zero_grad()`. None: as the optimizer does by itself, which may
-        take no argument, or keep zeros."""
-        are_used = self._has_used_gradients and not self._accumulation.has_new_gradients
+        first backward until this optimizer steps. Gradients of an earlier step are never needed. None: as the optimizer
+        does by itself, which may take no argument, or keep zeros."""
         has_stepped_in_window = self._stepped_at == self._accumulation.gradient_moment
-        if are_used or has_stepped_in_window or not self._accumulation.is_open():
+        if self._has_used_gradients or has_stepped_in_window or not self._accumulation.is_open():
             self._has_used_gradients = False
             if self._final_at != NEVER:
                 self._final_at = NEVER

@@ -35,8 +35,9 @@ def _zeroed_by_the_model(set_to_none: bool) -> Callable[[Run], None]:
             with run.accumulate(model):
                 loss = loss_of(model, run.batch(micro))
                 run.backward(loss)
-                if run.is_step:
+                if run.is_step or not run.is_plain:
                     optimizer.step()
+                if run.is_step:
                     model.zero_grad(set_to_none=set_to_none)
                 elif not run.is_plain:
                     optimizer.zero_grad(set_to_none=set_to_none)
