@@ -45,16 +45,15 @@ def given_batch(spec: str) -> Any:
 def _made(spec: str) -> Any:
     with unset_fake_temporarily():
         found = named("--batch", spec)
-    try:
-        with unset_fake_temporarily():
+        try:
             batch = found() if callable(found) else found
-    except Exception as error:
-        place = where(error)
-        at = f" at {Path(place).name}" if place else ""
-        raise UsageError(
-            f"--batch {spec}: fails ({error_text(error)}{at}); it is called without arguments, on this machine's CPU, "
-            "and returns one micro-batch."
-        ) from error
+        except Exception as error:
+            place = where(error)
+            at = f" at {Path(place).name}" if place else ""
+            raise UsageError(
+                f"--batch {spec}: fails ({error_text(error)}{at}); it is called without arguments, on this machine's "
+                "CPU, and returns one micro-batch."
+            ) from error
     if batch is None:
         raise UsageError(f"--batch {spec}: returned nothing (got None); return one micro-batch.")
     return batch

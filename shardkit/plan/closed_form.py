@@ -124,7 +124,7 @@ def estimate(
     host = Memory()
     if _is_offloaded(plan, config):
         timeline, host = offload(timeline, never_offloaded(plan))
-    if _keeps_on_host(config) and kept:
+    if keeps_on_host(config) and kept:
         host = replace(host, activations=sum(_saved_bytes(unit, config, kept) for unit in [*plan.units, plan.root]))
     top = max(timeline, key=lambda moment: moment.memory.total)
     gaps = kept.gaps if kept else (_why_unknown(facts, batch_size),)
@@ -216,14 +216,14 @@ def _all_gradients(plan: ShardedSizes) -> int:
     return sum(unit.gradient_bytes for unit in [*plan.units, plan.root, plan.replicated])
 
 
-def _keeps_on_host(config: Config) -> bool:
+def keeps_on_host(config: Config) -> bool:
     """Whether blocks save in another memory than the device's: a CPU's is the host's."""
     return config.shardkit.offload_activations and not config.use_cpu
 
 
 def _kept_bytes(unit: UnitSizes, config: Config, kept: Activations) -> int:
     """What the unit's blocks save on the device between forward and backward."""
-    return 0 if _keeps_on_host(config) else _saved_bytes(unit, config, kept)
+    return 0 if keeps_on_host(config) else _saved_bytes(unit, config, kept)
 
 
 def _saved_bytes(unit: UnitSizes, config: Config, kept: Activations) -> int:

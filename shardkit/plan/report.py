@@ -9,7 +9,7 @@ from shardkit.config.schema import Config
 from shardkit.plan.activations import LOSS_TEXTS
 from shardkit.plan.answer import Answer, PlanRequest, Row, retries
 from shardkit.plan.averages import Ema
-from shardkit.plan.closed_form import Memory
+from shardkit.plan.closed_form import Memory, keeps_on_host
 from shardkit.plan.roofline import COMPILE_SPEEDUP, LINK_EFFICIENCY
 from shardkit.sizes import GIB, MIB
 
@@ -55,7 +55,7 @@ def _headline(request: PlanRequest) -> str:
         every = config.shardkit.recompute_every
         part = f" of 1 block in {every}" if every > 1 else ""
         load.append(f"activation checkpointing{part}" + (" by operator" if _by_operator(config) else ""))
-    if config.shardkit.offload_activations and not config.use_cpu:
+    if keeps_on_host(config):
         load.append("activations on the host")
     if request.ema is not Ema.NO:
         load.append("EMA of the model" if request.ema is Ema.MODEL else "EMA of trained parameters")

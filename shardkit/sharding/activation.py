@@ -31,7 +31,9 @@ _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "fuse
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
+@cache
 def _is_expensive(function: Any) -> bool:
+    """Asked for each operator of a block."""
     return function in _PRODUCTS or any(name in str(function) for name in _ATTENTION)
 
 
