@@ -200,7 +200,7 @@ def _missing_text(root: ModuleNode, name: str, present: set[str]) -> str:
     hint = f"did you mean {near[0]}?" if near else "name another one." if block_classes(root) else "leave it out."
     return (
         f"fsdp_transformer_layer_cls_to_wrap: no module of class {name} in the model ({root.class_name}); "
-        f"{hint} {candidates_text(root)}"
+        f"{hint} The class of another model may be named where both are prepared in one call. {candidates_text(root)}"
     )
 
 

@@ -26,6 +26,7 @@ from shardkit.runtime.counters import Backwards, Counters
 from shardkit.runtime.deferred_gradients import DeferredGradients
 from shardkit.runtime.eager import eager
 from shardkit.runtime.step_events import StepEvents
+from shardkit.runtime.turns import Turns
 from shardkit.sharding.gradient_sync import deferred, has_gradients, reduces
 from shardkit.sharding.mixed_losses import keep_plain, refuse_sharded_inputs
 
@@ -55,6 +56,7 @@ class Accumulation:
         self.events = events
         self.boundaries = Boundaries(events)
         self.deferred_gradients = DeferredGradients()
+        self.turns = Turns(models)
         self.micro_batches = 0
         """Micro-batches begun in this process."""
         self.is_inside = False
@@ -126,6 +128,7 @@ class Accumulation:
         xla.flush()
         if self._is_full:
             self.counters.micro_step = 0
+            self.turns.end_window()
 
     @contextmanager
     def _deferring(self, models: Sequence[nn.Module]) -> Iterator[None]:
@@ -140,6 +143,7 @@ class Accumulation:
         """Computes the gradients of the loss, divided by the configured number of micro-batches, scaled under fp16."""
         refuse_sharded_inputs(arguments.get("inputs"))
         self.boundaries.before_batch()
+        self.turns.before_backward()
         progress.post("backward", self.counters.step)
         if not (self.is_inside and self._full_size > 1):
             # Earlier gradients of this window, of an optimizer yet to step, have the old scale.
@@ -162,6 +166,7 @@ class Accumulation:
         """Notes that a backward through a prepared model has ended, regardless of the caller."""
         if self.deferred_gradients.is_finishing:
             return
+        self.turns.note_backward(model)
         is_early = self.is_inside and not self._is_full
         parts = (part for one in self._deferred_models for part in one.modules())  # accumulate() may get a wrapper
         is_deferred = is_early and any(model is part for part in parts)
@@ -302,6 +307,7 @@ class Accumulation:
             self._before_window = self._backwards
         else:
             self._check_kept()
+        self.turns.begin_micro_batch()
         self._before_micro_batch = self._backwards
         self._has_stepped_in_micro_batch = False
         self.counters.micro_step += 1
@@ -333,7 +339,8 @@ class Accumulation:
     def _check_kept(self) -> None:
         """Raises UsageError where the gradients of this window's earlier micro-batches are gone."""
         had_backwards = self._backwards.since(self._before_window).through_models > 0
-        if had_backwards and not self._has_stepped_in_micro_batch and not any(map(has_gradients, self.models)):
+        has_any = self.turns.has_set_aside() or any(map(has_gradients, self.models))
+        if had_backwards and not self._has_stepped_in_micro_batch and not has_any:
             raise UsageError(
                 "accumulate: the gradients of the window's earlier micro-batches are gone (got maybe a call of "
                 "model.zero_grad()); call zero_grad() of the prepared optimizer, which waits for the end of the window."

@@ -1,5 +1,6 @@
 """A model is sharded once, whatever prepares it again: the same run, or another Accelerator."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from shardkit.config.meaning import eight_bits
 from shardkit.distributed.tensors import is_dtensor, unwrapped
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
+from shardkit.model.live import tree_of
+from shardkit.model.several import for_one_of
+from shardkit.model.tree import ModuleNode
 from shardkit.optim import rebind
 from shardkit.runtime.run import Run
 from shardkit.sharding import precision
@@ -24,14 +28,24 @@ log = get_logger(__name__)
 class _Before:
     cut: Any
     names: rebind.ParameterNames
+    tree: ModuleNode
 
 
 _sharded_before: WeakKeyDictionary[nn.Module, _Before] = WeakKeyDictionary()
-"""Of each model that any Accelerator of this process has sharded: how, and its parameters' names before."""
+"""Of each model that any Accelerator of this process has sharded: how, and its parameters' names and tree before."""
+
+
+def note(run: Run, models: Iterable[nn.Module]) -> None:
+    """Notes models that are about to be distributed: settings that name parts of models may be meant for any of
+    them."""
+    for model in models:
+        if model not in run.trees:
+            before = _sharded_before.get(model)
+            run.trees[model] = tree_of(model) if before is None else before.tree
 
 
 def distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) -> rebind.ParameterNames:
-    """Distributes the model, in place. Returns its parameters' names before. Collective.
+    """Distributes the model, noted before, in place. Returns its parameters' names before. Collective.
 
     A model that is sharded already with the same settings (before `free_memory`, or by an earlier Accelerator) only
     gets `weights`, where given.
@@ -46,9 +60,14 @@ def distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: b
         return before.names
     if run.mesh is not None and not moves:
         log.info("device_placement: no effect on %s: FSDP places its shards.", type(model).__name__)
-    distribute(model, run.config, run.mesh, run.process, None if weights is None else Path(weights), moves)
+    tree = run.trees[model]
+    config, off = for_one_of(run.config, tree, [other for one, other in run.trees.items() if one is not model])
+    if off:
+        name = type(model).__name__
+        log.info("%s: off for %s, which has no repeated blocks as the other models have.", " and ".join(off), name)
+    distribute(model, config, run.mesh, run.process, None if weights is None else Path(weights), moves)
     if run.mesh is not None or run.config.mode == "xla":
-        _sharded_before[model] = _Before(cut, names)
+        _sharded_before[model] = _Before(cut, names, tree)
     return names
 
 

@@ -106,6 +106,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
             self._refuse_closure()
         if self._accumulation.is_gathering():
             self._has_used_gradients = False  # those of the last step are gone by now, maybe by `model.zero_grad()`
+            self._accumulation.turns.end(self)
             return None
         progress.post("optimizer step", self._accumulation.counters.step)
         self._follow_changed_groups()
@@ -131,24 +132,34 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         """Drops the gradients, from any place in the loop; does nothing while the window still needs them: from its
         first backward until this optimizer steps. Gradients of an earlier step are never needed. None: as the optimizer
         does by itself, which may take no argument, or keep zeros."""
+        turns = self._accumulation.turns
+        turns.note_zero_grad(self)
         has_stepped_in_window = self._stepped_at == self._accumulation.gradient_moment
         if self._has_used_gradients or has_stepped_in_window or not self._accumulation.is_open():
-            self._has_used_gradients = False
-            if self._final_at != NEVER:
-                self._final_at = NEVER
-                self._accumulation.loss_scale.note_dropped()
-            self._accumulation.deferred_gradients.drop(lambda: self.parameters)
-            if set_to_none is None:
-                self.optimizer.zero_grad()
-            elif not set_to_none and are_mixed(self.parameters):
-                zero_gradients_(self.parameters)
-            else:
-                self.optimizer.zero_grad(set_to_none=set_to_none)
+            self.drop_gradients(set_to_none)
+        else:
+            turns.begin(self, is_last=not self._accumulation.is_gathering())
+
+    def drop_gradients(self, set_to_none: bool | None = None) -> None:
+        """Drops the gradients, also those that wait for their reduction."""
+        self._has_used_gradients = False
+        self._accumulation.turns.drop(self)
+        if self._final_at != NEVER:
+            self._final_at = NEVER
+            self._accumulation.loss_scale.note_dropped()
+        self._accumulation.deferred_gradients.drop(lambda: self.parameters)
+        if set_to_none is None:
+            self.optimizer.zero_grad()
+        elif not set_to_none and are_mixed(self.parameters):
+            zero_gradients_(self.parameters)
+        else:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def make_gradients_final(self) -> None:
         """Makes gradients equal to those of one process: unscaled, and the mean over the window. Idempotent."""
         self._accumulation.complete_window()
         if not self._accumulation.is_gathering():
+            self._accumulation.turns.join(self)
             self._accumulation.deferred_gradients.finish(lambda: self.parameters)
         moment = self._accumulation.gradient_moment
         if self._final_at == moment:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from shardkit.data.loader import PreparedLoader
 from shardkit.distributed.background_agreement import BackgroundAgreement
 from shardkit.distributed.process import Process
 from shardkit.errors import UsageError
+from shardkit.model.tree import ModuleNode
 from shardkit.optim import loss_scale, rebind
 from shardkit.runtime import foreign_steps, settings
 from shardkit.runtime.accumulate import Accumulation
@@ -93,6 +94,8 @@ class Run:
     models: list[nn.Module] = field(init=False)
     evaluated: dict[nn.Module, rebind.ParameterNames] = field(init=False)
     """Models prepared for evaluation, with the names of their parameters before."""
+    trees: WeakKeyDictionary[nn.Module, ModuleNode] = field(init=False)
+    """The module trees, before they were sharded, of all models prepared or about to be."""
     optimizers: list[AcceleratedOptimizer] = field(init=False)
     schedulers: list[AcceleratedScheduler] = field(init=False)
     loaders: list[PreparedLoader] = field(init=False)
@@ -117,6 +120,7 @@ class Run:
         """Drops all prepared objects; the step counters keep counting."""
         self.models, self.optimizers, self.schedulers = [], [], []
         self.evaluated = {}
+        self.trees = WeakKeyDictionary()
         self.loaders, self.generators, self.registered, self.taken = [], [], [], []
         self.is_resumed = self.is_announced = self.is_triggered = False
         self.counters.forget_window()

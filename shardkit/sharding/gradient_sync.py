@@ -247,13 +247,13 @@ def reduce_deferred(model: nn.Module) -> None:
 
 def is_partly_reduced(model: nn.Module) -> bool:
     """Whether gradients that `deferred` left wait for their reduction between the replicas of a hybrid strategy."""
-    return bool(_partly_reduced_groups(model))
+    return bool(partly_reduced_groups(model))
 
 
 def refuse_unreduced(model: nn.Module, parameters: Set[int]) -> None:
     """Raises UsageError if gradients of these parameters (by id) are still not reduced between the replicas of a hybrid
     strategy."""
-    if any(id(p) in parameters for group in _partly_reduced_groups(model) for p in _parameters_of(group)):
+    if any(id(p) in parameters for group in partly_reduced_groups(model) for p in parameters_of_group(group)):
         raise UsageError(
             "optimizer step: the accumulation window is incomplete: gradients are not reduced between the replicas of "
             "a hybrid strategy (got a step before the last micro-batch, or units that no backward in it reached); "
@@ -272,8 +272,8 @@ def drop_unreduced(model: nn.Module, parameters: Set[int]) -> None:
 
     for parameter in (one for group in groups for one in group.fsdp_params if id(one.sharded_param) in parameters):
         fsdp_internals.forget_gradient(parameter)
-    for group in _partly_reduced_groups(model):
-        held = _parameters_of(group)
+    for group in partly_reduced_groups(model):
+        held = parameters_of_group(group)
         if not any(id(p) in parameters for p in held):
             continue
         if any(p.requires_grad and id(p) not in parameters for p in held):
@@ -285,11 +285,12 @@ def drop_unreduced(model: nn.Module, parameters: Set[int]) -> None:
         fsdp_internals.forget_partial_sums(group)
 
 
-def _partly_reduced_groups(model: nn.Module) -> list[Any]:
+def partly_reduced_groups(model: nn.Module) -> list[Any]:
+    """The FSDP parameter groups whose gradients wait for their reduction between replicas."""
     return [group for group in _groups_of(model) if group._partial_reduce_output is not None]
 
 
-def _parameters_of(group: Any) -> list[nn.Parameter]:
+def parameters_of_group(group: Any) -> list[nn.Parameter]:
     return [parameter.sharded_param for parameter in group.fsdp_params]
 
 

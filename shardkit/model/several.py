@@ -1,0 +1,67 @@
+"""The configuration of one of several models: a setting that names parts of models applies to those that have them."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardkit.config.schema import Config, FsdpConfig
+from shardkit.errors import ModelError
+from shardkit.model.cut import block_names
+from shardkit.model.tree import ModuleNode
+
+
+def for_one_of(config: Config, tree: ModuleNode, others: Sequence[ModuleNode]) -> tuple[Config, list[str]]:
+    """The configuration for this model beside the others, and the names of the settings that are off for it.
+
+    Without classes to wrap and modules to ignore that only other models have (a generator's blocks for its
+    discriminator), and without work on blocks where only others have blocks. What no model has is kept, for the error.
+    """
+    if not others:
+        return config, []
+    pattern = config.fsdp.ignored_modules
+    fsdp = config.fsdp.model_copy(
+        update={
+            "transformer_layer_cls_to_wrap": _classes_for(config.fsdp.transformer_layer_cls_to_wrap, tree, others),
+            "ignored_modules": None if pattern and _is_only_in_others(pattern, tree, others) else pattern,
+        }
+    )
+    if _has_blocks(tree, fsdp) or not any(_has_blocks(other, config.fsdp) for other in others):
+        return config.model_copy(update={"fsdp": fsdp}), []
+    section = config.shardkit
+    wanted = {
+        "fsdp_activation_checkpointing": fsdp.activation_checkpointing,
+        "xla_fsdp_grad_ckpt": config.xla_fsdp_grad_ckpt,
+        "shardkit.offload_activations": section.offload_activations,
+        "shardkit.compile": section.compile,
+    }
+    changed = {
+        "fsdp": fsdp.model_copy(update={"activation_checkpointing": False}),
+        "xla_fsdp_grad_ckpt": False,
+        "shardkit": section.model_copy(update={"offload_activations": False, "compile": False}),
+    }
+    return config.model_copy(update=changed), [name for name, is_wanted in wanted.items() if is_wanted]
+
+
+def _classes_for(names: Sequence[str], tree: ModuleNode, others: Sequence[ModuleNode]) -> list[str]:
+    own = {node.class_name for node in tree.walk()}
+    elsewhere = {node.class_name for other in others for node in other.walk()}
+    return [name for name in names if name in own or name not in elsewhere]
+
+
+def _is_only_in_others(pattern: str, tree: ModuleNode, others: Sequence[ModuleNode]) -> bool:
+    try:
+        matches = re.compile(pattern).fullmatch
+    except re.error:
+        return False
+    return not _any(matches, tree) and any(_any(matches, other) for other in others)
+
+
+def _any(matches: Callable[[str], Any], tree: ModuleNode) -> bool:
+    return any(node.fqn and matches(node.fqn) for node in tree.walk())
+
+
+def _has_blocks(tree: ModuleNode, config: FsdpConfig) -> bool:
+    try:
+        return bool(block_names(tree, config))
+    except ModelError:
+        return False
