@@ -769,6 +769,12 @@ def test_the_words_for_a_failure():
     written = RankOutcome(0, exit_code=1, error=replace(error(0), message="data pointer on an invalid python storage."))
     text = diagnosis.render(diagnosis.diagnose([written]), 0.0, "runs/x")
     assert "state_dict = accelerator.get_state_dict(model)" in text
+    for message, advice in (
+        ("Encountered gradient which is undefined, but still allreduced by DDP reducer.", "call backward once"),
+        ("Trying to backward an extra time. You are only allowed", "shardkit.recompute: blocks"),
+    ):
+        twice = RankOutcome(0, exit_code=1, error=replace(error(0), message=message))
+        assert advice in diagnosis.render(diagnosis.diagnose([twice]), 0.0, "runs/x")
     aborted = diagnosis.diagnose([RankOutcome(0, exit_code=-6, ended_s=1.0)])
     assert 'if the log says "collective mismatch" (gloo): a call' in diagnosis.render(aborted, 0.0, "runs/x")
     for rank, kind in ((0, "BdbQuit"), (1, "BdbQuit"), (1, "ValueError")):  # a debugger, without a terminal on rank 1

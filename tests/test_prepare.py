@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+from collections import Counter
 from weakref import ref
 
 import pytest
@@ -11,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardkit import Accelerator, ProjectConfiguration, init_empty_weights
-from shardkit.errors import CheckpointError, UsageError
+from shardkit.errors import CheckpointError, ModelError, UsageError
 from shardkit.runtime import summary
-from tests.training import BOTH, DDP, FULL, Model, Points, loss_of, one_step, parts, weights_of
+from tests.training import BOTH, DDP, FULL, Block, Model, Points, loss_of, one_step, parts, weights_of
 
 
 def prepared_in_pieces(config: dict, order: str) -> list[torch.Tensor]:
@@ -120,6 +121,88 @@ def test_several_models_in_turn_and_one_without_an_optimizer(ranks, config, zero
     for steps, samples, weights in ranks.run(2, two_models, config, zero_first):
         assert (steps, samples) == (2, 32)
         torch.testing.assert_close(weights, two_models_by_hand(), rtol=1e-5, atol=1e-6)
+
+
+CALLS = Counter[str]()
+
+
+class First(Block):
+    name = "First"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CALLS[self.name] += 1
+        return super().forward(x)
+
+
+class Second(First):
+    name = "Second"
+
+
+def of_different_blocks() -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+    """Models with blocks of two classes, and one without blocks."""
+    torch.manual_seed(1)
+    models: list[nn.Module] = [Model(), Model(), nn.Sequential(nn.Linear(6, 3))]
+    models[0].blocks = nn.ModuleList([First() for _ in range(2)])
+    models[1].blocks = nn.ModuleList([Second() for _ in range(3)])
+    return models, [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+
+
+def each_by_its_own_blocks(together: bool) -> tuple[list[list[str]], dict[str, int], list[torch.Tensor], list[str]]:
+    section = {
+        "fsdp_transformer_layer_cls_to_wrap": ["First", "Second"],
+        "fsdp_activation_checkpointing": True,
+        "fsdp_ignored_modules": r"blocks\.2\.down",
+    }
+    accelerator = Accelerator(config={**FULL, "fsdp_config": section})
+    models, optimizers = of_different_blocks()
+    CALLS.clear()
+    if together:
+        prepared = accelerator.prepare(*models, *optimizers)
+        models, optimizers = list(prepared[:3]), list(prepared[3:])
+    else:
+        models = [*accelerator.prepare(*models[:2]), accelerator.prepare(models[2])]
+        optimizers = [accelerator.prepare(one) for one in optimizers]
+    for batch in accelerator.prepare(DataLoader(Points(16), batch_size=4)):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            one_step(accelerator, model, optimizer, batch)
+    units = [summary.unit_texts(model) for model in models]
+    refused = []
+    for config, one in (
+        ({**FULL, "fsdp_config": section}, [Model()]),
+        (
+            {**FULL, "fsdp_config": {**section, "fsdp_transformer_layer_cls_to_wrap": ["First", "Lost"]}},
+            of_different_blocks()[0],
+        ),
+    ):
+        accelerator.free_memory()
+        accelerator = Accelerator(config=config)
+        with pytest.raises(ModelError) as error:
+            accelerator.prepare(*one)
+        refused.append(str(error.value))
+    return units, dict(CALLS), [w for model in models for w in weights_of(model)], refused
+
+
+@pytest.mark.requirement("N4")
+@pytest.mark.parametrize("together", [True, False])
+def test_each_of_several_models_is_cut_and_recomputed_by_its_own_blocks(ranks, together):
+    models, optimizers = of_different_blocks()
+    for batch in DataLoader(Points(16), batch_size=8):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = [w for model in models for w in weights_of(model)]
+    for units, calls, weights, refused in ranks.run(2, each_by_its_own_blocks, together):
+        assert [[text.split(" (")[0] for text in one] for one in units] == [
+            ["2 x First", "root"],
+            ["2 x Second", "1 x Second", "root"],
+            ["root"],
+        ]
+        assert calls == {"First": 2 * 2 * 2, "Second": 2 * 3 * 2}  # steps x blocks x (forward and recomputation)
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+        assert "no module of class First in the model (Model)" in refused[0]
+        assert "The class of another model may be named where both are prepared in one call." in refused[0]
+        assert "no module of class Lost" in refused[1] and "of class First" not in refused[1]
 
 
 def from_file(path: str) -> list[torch.Tensor]:

@@ -56,6 +56,16 @@ _BY_MESSAGE = (
         "parameter of the model: call backward, or keep the layer whole: fsdp_ignored_modules: 'decoder\\.conv_out'",
     ),
     (
+        "Encountered gradient which is undefined, but still allreduced",
+        "under DDP with ddp_find_unused_parameters, a backward expects gradients of all that its forward used: add up "
+        "the losses of one forward, and call backward once",
+    ),
+    (
+        "Trying to backward an extra time",
+        "kept products serve one backward: for two through the same blocks (a gradient penalty, retain_graph) set "
+        "shardkit.recompute: blocks",
+    ),
+    (
         "module 'torch' has no attribute 'xla'",
         "torch.utils.checkpoint does not know XLA devices: set xla_fsdp_grad_ckpt: true in place of it, or call "
         "torch_xla.utils.checkpoint.checkpoint",

@@ -25,7 +25,7 @@ def for_one_of(config: Config, tree: ModuleNode, others: Sequence[ModuleNode]) -
             "ignored_modules": None if pattern and _is_only_in_others(pattern, tree, others) else pattern,
         }
     )
-    if _has_blocks(tree, fsdp) or not any(_has_blocks(other, config.fsdp) for other in others):
+    if _has_blocks(tree, config.fsdp) or not any(_has_blocks(other, config.fsdp) for other in others):
         return config.model_copy(update={"fsdp": fsdp}), []
     section = config.shardkit
     wanted = {
@@ -43,9 +43,12 @@ def for_one_of(config: Config, tree: ModuleNode, others: Sequence[ModuleNode]) -
 
 
 def _classes_for(names: Sequence[str], tree: ModuleNode, others: Sequence[ModuleNode]) -> list[str]:
-    own = {node.class_name for node in tree.walk()}
-    elsewhere = {node.class_name for other in others for node in other.walk()}
+    own, elsewhere = _classes(tree), set[str]().union(*map(_classes, others))
     return [name for name in names if name in own or name not in elsewhere]
+
+
+def _classes(tree: ModuleNode) -> set[str]:
+    return {node.class_name for node in tree.walk()}
 
 
 def _is_only_in_others(pattern: str, tree: ModuleNode, others: Sequence[ModuleNode]) -> bool:
@@ -61,7 +64,8 @@ def _any(matches: Callable[[str], Any], tree: ModuleNode) -> bool:
 
 
 def _has_blocks(tree: ModuleNode, config: FsdpConfig) -> bool:
+    own = [name for name in config.transformer_layer_cls_to_wrap if name in _classes(tree)]
     try:
-        return bool(block_names(tree, config))
+        return bool(block_names(tree, config.model_copy(update={"transformer_layer_cls_to_wrap": own})))
     except ModelError:
         return False

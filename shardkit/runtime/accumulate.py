@@ -25,8 +25,8 @@ from shardkit.runtime.boundaries import Boundaries
 from shardkit.runtime.counters import Backwards, Counters
 from shardkit.runtime.deferred_gradients import DeferredGradients
 from shardkit.runtime.eager import eager
+from shardkit.runtime.optimizer_turns import OptimizerTurns
 from shardkit.runtime.step_events import StepEvents
-from shardkit.runtime.turns import Turns
 from shardkit.sharding.gradient_sync import deferred, has_gradients, reduces
 from shardkit.sharding.mixed_losses import keep_plain, refuse_sharded_inputs
 
@@ -56,7 +56,7 @@ class Accumulation:
         self.events = events
         self.boundaries = Boundaries(events)
         self.deferred_gradients = DeferredGradients()
-        self.turns = Turns(models)
+        self.turns = OptimizerTurns(models)
         self.micro_batches = 0
         """Micro-batches begun in this process."""
         self.is_inside = False

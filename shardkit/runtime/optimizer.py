@@ -138,7 +138,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         if self._has_used_gradients or has_stepped_in_window or not self._accumulation.is_open():
             self.drop_gradients(set_to_none)
         else:
-            turns.begin(self, is_last=not self._accumulation.is_gathering())
+            turns.keep_own(self, is_last=not self._accumulation.is_gathering())
 
     def drop_gradients(self, set_to_none: bool | None = None) -> None:
         """Drops the gradients, also those that wait for their reduction."""

@@ -49,9 +49,9 @@ class TrainingStep(Topology):
                     f"register_forward_method: {type(model).__name__} has no method {name}; name one of its own."
                 )
             if is_fsdp(model):
-                from shardkit.sharding import fsdp_unit
+                from shardkit.sharding import fsdp_entry
 
-                fsdp_unit.enter_by(model, name)
+                fsdp_entry.enter_by(model, name)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, backward does not reduce gradients. Under FSDP every rank then holds unsharded gradients until the

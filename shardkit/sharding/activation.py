@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 from shardkit.distributed.tensors import memory_of
 from shardkit.log import get_logger
 from shardkit.sharding.changed_buffers import ChangedBuffers
+from shardkit.sharding.fsdp_recomputation import Gathered
 
 log = get_logger(__name__)
 
@@ -174,14 +175,14 @@ def _checkpoint(block: nn.Module, keeps_products: bool) -> None:
     buffers = ChangedBuffers(block)
 
     def contexts(block: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
-        of_buffers = buffers.contexts(block)
+        first, again = buffers.contexts(block)
+        again = _Both(Gathered(block), again)
         if not keeps_products:
-            return of_buffers
+            return first, again
         of_products = _keeping_products()
         for mode in of_products:
             mode.__class__ = _of_block(mode.__class__)
-        first, again = (_Both(*pair) for pair in zip(of_buffers, of_products, strict=True))
-        return first, again
+        return _Both(first, of_products[0]), _Both(again, of_products[1])
 
     def recomputing(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

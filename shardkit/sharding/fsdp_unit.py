@@ -6,7 +6,7 @@ torch's units are made for one loop: forward, backward, step. What differs here:
   unit) gathered until a backward comes; code that reads the parameters in between, or runs a forward after they have
   changed, gets stale values. Here the gathered values that a backward may need are kept separately ("parked"), and
   only backward uses them.
-- A unit may be entered through any of its modules: `model.embed(x)`, `model.loss(x)`, `peft_model.generate(...)`.
+- A unit may be entered through any of its modules: `model.embed(x)`, `peft_model.generate(...)` (`fsdp_entry.py`).
 - Gradients are reduced for any output of forward, also one without tensors; torch relies on hooks on the output's
   tensors.
 - Second-order gradients work: parameters stay gathered until the last backward.
@@ -20,8 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import update_wrapper
-from types import MethodType
 from typing import Any
 
 import torch
@@ -39,17 +37,15 @@ from shardkit.sharding.fsdp_internals import (
     groups_of,
     has_gradient,
     is_gathered_once,
-    modules_below,
     parameters_of,
     refuse_transforms,
     root_of,
     states_of,
     warn_of_newer,
 )
-from shardkit.sharding.fsdp_recovery import recover_if_broken_off, recover_if_raised
 from shardkit.sharding.hooks import hook_weakly, is_in_backward
 from shardkit.sharding.offloaded_gradients import Turns
-from shardkit.sharding.outputs import LeftOnModules, may_be_differentiated, without_views
+from shardkit.sharding.outputs import LeftOnModules, may_be_differentiated
 from shardkit.sharding.trace import Trace, set_trace
 
 
@@ -215,8 +211,7 @@ class UnitGroup(FSDPParamGroup):
 
     def wait_for_unshard(self) -> None:
         if self._is_parked:
-            self._is_parked = False
-            self._to_unsharded()
+            self.show_kept()
             return
         was_unsharded = self.is_unsharded
         with gathering():
@@ -234,6 +229,17 @@ class UnitGroup(FSDPParamGroup):
             parameter.sharded_state = ShardedState.SHARDED
         self._sharded_state = ShardedState.SHARDED
         self._is_parked = True
+
+    def is_kept_for_second_backward(self) -> bool:
+        return self._is_parked and self._state._pass.is_second_due
+
+    def show_kept(self) -> None:
+        self._is_parked = False
+        self._to_unsharded()
+
+    def hide_kept(self) -> None:
+        if self.is_unsharded:
+            self._park()
 
     def _drop_parked(self) -> None:
         if self._is_parked:
@@ -324,67 +330,6 @@ class _Once:
         if gathered.is_floating_point() or gathered.is_complex():
             hook_weakly(gathered, UnitState._gradient_arrived, self._state)
         self._then(parameter)
-
-
-def finish(model: nn.Module, compiled: Iterable[nn.Module] = ()) -> None:
-    """The last step of sharding a model: sets its root, and lets its units be entered through any of their modules.
-
-    torch takes the first unit that runs forward as the root. Modules inside `compiled` ones are not changed.
-    """
-    root = root_of(model)
-    root._lazy_init()
-    model.register_forward_pre_hook(lambda module, args: recover_if_broken_off(root), prepend=True)
-    model.register_forward_hook(lambda module, args, output: recover_if_raised(root), always_call=True)
-    for state in states_of(model):
-        for group in groups_of(state):
-            if group._reshard_after_forward:
-                group._left = LeftOnModules([*state._modules, *modules_below(state)])
-    inside_compiled = {id(inner) for module in compiled for inner in module.modules()}
-    for state in states_of(model):
-        for module in (*(state._modules if groups_of(state) else ()), *modules_below(state)):
-            if id(module) not in inside_compiled and not _is_entry(module.__dict__.get("forward"), state):
-                module.forward = _Entry(module, state)
-
-
-def enter_by(model: nn.Module, name: str) -> None:
-    """Makes a method of the model gather the unit's parameters as forward does."""
-    (state,) = [one for one in states_of(model) if model in one._modules]
-    if groups_of(state) and not isinstance(getattr(model, name), _Entry):
-        setattr(model, name, _Entry(model, state, name))
-
-
-class _Entry:
-    """Wraps a method (usually forward) of a module inside a unit. It enters the unit if no caller has: in a call such
-    as `model.embed(x)` the module's parameters are gathered, and its gradients are reduced."""
-
-    def __init__(self, module: nn.Module, state: UnitState, name: str = "forward") -> None:
-        self._module, self._state, self._name, self._forward = module, state, name, getattr(module, name)
-        self._group = groups_of(state)[0]
-        update_wrapper(self, self._forward)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._group._sharded_state is ShardedState.UNSHARDED:
-            return self._forward(*args, **kwargs)
-        args, kwargs = self._state._pre_forward(self._module, args, kwargs)
-        try:
-            output = without_views(self._forward(*args, **kwargs))
-            return self._state._post_forward(self._module, args, output)
-        finally:
-            recover_if_raised(self._state)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the module is not part of the unit, so it gets the method of its class."""
-        copied = memo.get(id(self._module))
-        return self if copied is None else MethodType(getattr(type(self._module), self._name), copied)
-
-
-def _is_entry(forward: Any, state: UnitState) -> bool:
-    """Whether the forward already enters this unit, itself or around the entry of another unit."""
-    while isinstance(forward, _Entry):
-        if forward._state is state:
-            return True
-        forward = forward._forward
-    return False
 
 
 def before_forward(model: nn.Module, call: Callable[[], None]) -> None:

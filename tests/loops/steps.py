@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.loops.net import Net, adam, cross_entropy, loss_of, started, train
-from tests.loops.run import BATCH, BY_SIZE, Run, loop
+from tests.loops.net import Net, Part, adam, cross_entropy, loss_of, started, train
+from tests.loops.run import BATCH, BY_SIZE, WHOLE, Run, loop
 
 
 @loop()
@@ -185,6 +185,31 @@ def gradient_penalty(run: Run) -> None:
         run.step(optimizer)
         run.see_mean(loss)
         run.see_mean(model(x.detach()).mean())
+
+
+@loop(fsdp={**WHOLE, "fsdp_activation_checkpointing": True})
+def gradient_penalty_of_recomputed_blocks(run: Run) -> None:
+    _penalized(run)
+
+
+@loop(fsdp={"fsdp_transformer_layer_cls_to_wrap": "Part", "fsdp_activation_checkpointing": True})
+def gradient_penalty_of_recomputed_units(run: Run) -> None:
+    _penalized(run)
+
+
+def _penalized(run: Run) -> None:
+    """The penalty's backward reaches operators of a block before the block's output."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 11), Part(11), Part(11), nn.Linear(11, 1))
+    model, optimizer = run.prepare(model, adam(model.parameters()))
+    for step in range(run.steps):
+        true = run.batch(step).float() / 11
+        between = (true + true.flip(-1)).requires_grad_()
+        (gradient,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
+        loss = model(torch.cat([true, true.flip(-1)])).pow(2).mean() + (gradient.norm(dim=1) - 1).pow(2).mean()
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
 
 
 @loop(fsdp=BY_SIZE, refused={3: "shardkit.ddp_find_unused_parameters: true"})

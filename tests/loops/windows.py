@@ -158,29 +158,73 @@ class Part(nn.Sequential):
     """A unit."""
 
 
-@loop(accumulation=2)
-def adversaries_in_windows(run: Run) -> None:
-    """The second loss reaches the first optimizer's parameters after its step: zero_grad drops these gradients."""
+def _adversaries(zero: str) -> Callable[[Run], None]:
+    def adversaries(run: Run) -> None:
+        """The maker's loss reaches the judge's parameters after the judge's step: zero_grad drops these gradients."""
+        torch.manual_seed(0)
+        maker = nn.Sequential(Part(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 6))
+        judge = nn.Sequential(Part(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 1))
+        maker, judge, makes, judges = run.prepare(maker, judge, adam(maker.parameters()), adam(judge.parameters()))
+
+        def zeroed(when: str, *optimizers: torch.optim.Optimizer) -> None:
+            for optimizer in optimizers if when == zero and not run.is_plain else ():
+                optimizer.zero_grad()
+
+        def step(optimizer: torch.optim.Optimizer) -> None:
+            if run.is_step or not run.is_plain:
+                optimizer.step()
+            if run.is_step and run.is_plain:
+                optimizer.zero_grad()
+
+        for micro in range(8):
+            true = run.batch(micro).float() / 11
+            with run.accumulate(maker, judge):
+                zeroed("at the start", judges, makes)
+                zeroed("first", judges)
+                made = maker(true.flip(-1))
+                loss = softplus(judge(made.detach())).mean() + softplus(-judge(true)).mean()
+                run.backward(loss)
+                step(judges)
+                zeroed("after", judges)
+                zeroed("first", makes)
+                other = softplus(-judge(made)).mean()
+                if run.is_plain:
+                    run.backward(other, inputs=[*maker.parameters()])
+                else:
+                    run.backward(other)
+                step(makes)
+                zeroed("after", makes, judges)
+                zeroed("at the end", makes, judges)
+                run.see_mean(loss + other)
+
+    return adversaries
+
+
+for _when in ("at the start", "first", "after", "at the end"):
+    loop(f"adversaries_in_windows_zeroed_{_when.replace(' ', '_')}", accumulation=2)(_adversaries(_when))
+
+
+@loop(accumulation=3)
+def phases_in_windows(run: Run) -> None:
+    """One model learns for two windows, then the other. The first one's loss reaches the other's parameters, too:
+    zero_grad of both after each step drops these gradients."""
     torch.manual_seed(0)
     maker = nn.Sequential(Part(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 6))
     judge = nn.Sequential(Part(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 1))
     maker, judge, makes, judges = run.prepare(maker, judge, adam(maker.parameters()), adam(judge.parameters()))
-    for micro in range(8):
+    for micro in range(12):
         true = run.batch(micro).float() / 11
-        with run.accumulate(maker, judge):
-            made = maker(true.flip(-1))
-            loss = softplus(judge(made.detach())).mean() + softplus(-judge(true)).mean()
+        learns, steps = ((maker, makes), (judge, judges))[micro // 6]
+        with run.accumulate(learns):
+            loss = softplus(-judge(maker(true))).mean()
+            if learns is judge:
+                loss = softplus(judge(maker(true).detach())).mean() + softplus(-judge(true)).mean()
             run.backward(loss)
-            if not run.is_plain or run.is_step:
-                judges.step()
-                judges.zero_grad()
-            other = softplus(-judge(made)).mean()
-            run.backward(other)
-            if not run.is_plain or run.is_step:
-                makes.step()
+            if run.is_step or not run.is_plain:
+                steps.step()
                 makes.zero_grad()
                 judges.zero_grad()
-            run.see_mean(loss + other)
+            run.see_mean(loss)
 
 
 def _schedule(optimizer: Any) -> Any:

@@ -1,0 +1,34 @@
+"""The parameters of a recomputed block, in a backward that has not reached its unit yet.
+
+In backward the gradient of a unit's output gathers its parameters, before its blocks are recomputed. The backward of a
+gradient (a gradient penalty) has ways to a block's operators that do not come through its output. The unit's parameters
+are still there then: they are kept since that gradient was computed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from shardkit.sharding.fsdp_unit import UnitGroup
+
+
+class Gathered:
+    """A context in which a block finds the unit's gathered parameters where they are kept. May be entered again."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._shown: UnitGroup | None = None
+
+    def __enter__(self) -> None:
+        group: UnitGroup | None = getattr(vars(self._block).get("forward"), "group", None)
+        if group is not None and group.is_kept_for_second_backward():
+            group.show_kept()
+            self._shown = group
+
+    def __exit__(self, *error: object) -> None:
+        if self._shown is not None:
+            self._shown.hide_kept()
+            self._shown = None
