@@ -166,20 +166,16 @@ def each_by_its_own_blocks(together: bool) -> tuple[list[list[str]], dict[str, i
         for model, optimizer in zip(models, optimizers, strict=True):
             one_step(accelerator, model, optimizer, batch)
     units = [summary.unit_texts(model) for model in models]
+    calls, weights = dict(CALLS), [w for model in models for w in weights_of(model)]
     refused = []
-    for config, one in (
-        ({**FULL, "fsdp_config": section}, [Model()]),
-        (
-            {**FULL, "fsdp_config": {**section, "fsdp_transformer_layer_cls_to_wrap": ["First", "Lost"]}},
-            of_different_blocks()[0],
-        ),
-    ):
+    for names, some in ((["First", "Second"], slice(0, 1)), (["First", "Lost"], slice(0, 3))):
         accelerator.free_memory()
-        accelerator = Accelerator(config=config)
+        section = {"fsdp_transformer_layer_cls_to_wrap": names}
+        accelerator = Accelerator(config={**FULL, "fsdp_config": section})
         with pytest.raises(ModelError) as error:
-            accelerator.prepare(*one)
+            accelerator.prepare(*of_different_blocks()[0][some])
         refused.append(str(error.value))
-    return units, dict(CALLS), [w for model in models for w in weights_of(model)], refused
+    return units, calls, weights, refused
 
 
 @pytest.mark.requirement("N4")
@@ -200,7 +196,7 @@ def test_each_of_several_models_is_cut_and_recomputed_by_its_own_blocks(ranks, t
         ]
         assert calls == {"First": 2 * 2 * 2, "Second": 2 * 3 * 2}  # steps x blocks x (forward and recomputation)
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
-        assert "no module of class First in the model (Model)" in refused[0]
+        assert "no module of class Second in the model (Model)" in refused[0]
         assert "The class of another model may be named where both are prepared in one call." in refused[0]
         assert "no module of class Lost" in refused[1] and "of class First" not in refused[1]
 
