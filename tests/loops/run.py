@@ -32,8 +32,8 @@ class Loop:
     accumulation: int = 1
     fsdp: Mapping[str, Any] = field(default_factory=lambda: {"fsdp_transformer_layer_cls_to_wrap": "Part"})
     shardkit: Mapping[str, Any] = field(default_factory=dict)
-    refused: Mapping[int, str] = field(default_factory=dict)
-    """What the error says, of the strategies that refuse this loop on several ranks."""
+    refused: Mapping[int | str, str] = field(default_factory=dict)
+    """What the error says, of the strategies, or the device "xla", that refuse this loop on several ranks."""
     refused_alone: bool = False
     """Whether they refuse it on one rank too."""
     bound: float = 3e-5
@@ -43,6 +43,8 @@ class Loop:
     def refusal(self, strategy: int, device: str) -> str | None:
         """What the error says where the loop is refused here; None where it runs. On XLA devices tensors are whole, as
         under strategy 3."""
+        if device == "xla" and "xla" in self.refused:
+            return self.refused["xla"]
         return self.refused.get(3 if device == "xla" else strategy) if _world() > 1 or self.refused_alone else None
 
 

@@ -187,12 +187,15 @@ def gradient_penalty(run: Run) -> None:
         run.see_mean(model(x.detach()).mean())
 
 
-@loop(fsdp={**WHOLE, "fsdp_activation_checkpointing": True})
+OF_TORCH_XLA = {"xla": "Checkpointing is not compatible with .grad()"}
+
+
+@loop(fsdp={**WHOLE, "fsdp_activation_checkpointing": True}, refused=OF_TORCH_XLA)
 def gradient_penalty_of_recomputed_blocks(run: Run) -> None:
     _penalized(run)
 
 
-@loop(fsdp={"fsdp_transformer_layer_cls_to_wrap": "Part", "fsdp_activation_checkpointing": True})
+@loop(fsdp={"fsdp_transformer_layer_cls_to_wrap": "Part", "fsdp_activation_checkpointing": True}, refused=OF_TORCH_XLA)
 def gradient_penalty_of_recomputed_units(run: Run) -> None:
     _penalized(run)
 
