@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from shardkit.errors import ModelError
-from shardkit.model import comment, gpt
+from shardkit.model import comment, gpt, open_models
 from shardkit.model.describe import from_json, to_json
 from shardkit.model.facts import transformer_facts
 from shardkit.model.gpt_module import GPT
@@ -42,6 +42,73 @@ def test_the_notes_models_are_built_in(name, billions, shape):
 
 def test_the_head_tied_gives_the_notes_1008_billion():
     assert round(describe("gpt:layers=128,hidden=25600,heads=160,tied=true").numel / 1e9) == 1008
+
+
+PUBLISHED = {
+    **{"gpt2": 124_439_808, "gpt2-xl": 1_557_611_200},
+    **{"llama-2-7b": 6_738_415_616, "llama-2-13b": 13_015_864_320, "llama-2-70b": 68_976_648_192},
+    **{"llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496},
+    **{"llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496, "llama-3.1-405b": 405_853_388_800},
+    **{"llama-3.2-1b": 1_235_814_400, "llama-3.2-3b": 3_212_749_824, "llama-3.3-70b": 70_553_706_496},
+    **{"mistral-7b-v0.3": 7_248_023_552, "mixtral-8x7b": 46_702_792_704},
+    **{"qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-3b": 3_085_938_688},
+    **{"qwen2.5-7b": 7_615_616_512, "qwen2.5-14b": 14_770_033_664, "qwen2.5-32b": 32_763_876_352},
+    **{"qwen2.5-72b": 72_706_203_648},
+    **{"qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096},
+    **{"qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264},
+    **{"qwen3-30b-a3b": 30_532_122_624},
+    **{"gemma-2-2b": 2_614_341_888, "gemma-2-9b": 9_241_705_984, "gemma-2-27b": 27_227_128_320},
+    **{"phi-3-mini": 3_821_079_552, "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672},
+    "deepseek-v3": 671_026_404_352,  # without the routers' biases (buffers), and the layer that predicts further tokens
+}
+"""Parameters of the published weights."""
+
+
+@pytest.mark.slow
+@pytest.mark.requirement("B5")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_an_open_model_has_the_parameters_of_its_published_weights(name):
+    with torch.device("meta"):
+        model = build_transformers(name)
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name]
+
+
+def test_every_open_model_is_compared_and_in_the_documentation():
+    assert PUBLISHED.keys() == open_models.SIZES.keys()
+    page = (Path(__file__).parent.parent / "docs/how-to/plan.md").read_text()
+    assert [name for name in PUBLISHED if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"),
+        ("Qwen/Qwen3-0.6B-Base", "qwen3-0.6b"),
+        ("microsoft/Phi-3-mini-4k-instruct", "phi-3-mini"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+        ("google/gemma-2-9b-it", "gemma-2-9b"),
+        ("mistralai/Mistral-7B-v0.1", None),
+        ("models/meta-llama/Llama-3.1-8B", None),
+        ("meta-llama/Llama-3.1-8B/", None),
+    ],
+)
+def test_names_on_a_hub_mean_the_models_sizes(spec, name):
+    assert open_models.name_of(spec) == name
+
+
+@pytest.mark.slow
+def test_a_folder_of_the_same_name_is_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = describe("qwen3-0.6b")
+    assert found.facts.layers == 28
+    assert "The sizes are those of qwen3-0.6b, as published; nothing was downloaded." in found.notes
+    (tmp_path / "qwen3-0.6b").mkdir()
+    (tmp_path / "qwen3-0.6b" / "config.json").write_text(
+        json.dumps({"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2})
+    )
+    found = describe("qwen3-0.6b")
+    assert found.facts.layers == 2 and "published" not in "".join(found.notes)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -91,8 +158,8 @@ def test_a_description_survives_json():
     [
         ("gpt-175", "did you mean gpt-175b?"),
         ("nowhere/config.json", "no such file or folder; check the path"),
-        ("meta-llama/Llama-3.1-8B", "models are not downloaded: give the folder of its config.json"),
-        ("gpt2", "not a model; give module:function"),
+        ("someone/their-model", "models are not downloaded: give the folder of its config.json"),
+        ("meta-llama/Llama-3.1-8", "did you mean llama-3.1-8b or llama-3-8b or llama-3.1-70b?"),
         ("what", "not a model; give module:function"),
         ("train.py", "a file is not a model; give module:function, as train:FUNCTION."),
         ("./src/train.py:build", "give module:function, as src.train:build."),

@@ -23,7 +23,9 @@ def plan(
     of: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="module:function, config.json, .safetensors, gpt-175b, gpt-1t, gpt:layers=..,hidden=.."),
+        typer.Option(
+            help="module:function, config.json, .safetensors, llama-3.1-8b, gpt-175b, gpt:layers=..,hidden=.."
+        ),
     ] = None,
     world: Annotated[
         int | None, typer.Option(min=1, max=1_000_000, help="Total number of ranks; by default from the file.")

@@ -4,6 +4,7 @@ Run in a child process by `sources.py`, because it loads torch and the user's ow
 """
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit.model import open_models
 from shardkit.model.describe import ModelDescription, to_json
 from shardkit.model.facts import longest_sequence, transformer_facts
 from shardkit.model.live import tree_of
@@ -99,18 +101,23 @@ def _no_model(spec: str, parts: Sequence[Any]) -> TypeError:
     return TypeError(f"{spec} returns an object of type {kind}, not a torch.nn.Module")
 
 
-def describe_transformers(path: str) -> ModelDescription:
-    """The model of a Transformers config.json, with new weights on the meta device."""
+def describe_transformers(spec: str) -> ModelDescription:
+    """The model of a Transformers config.json, or an open model by its name, with new weights on the meta device."""
     with torch.device("meta"):
-        model = build_transformers(path)
-    notes = ["Parameters count as fp32, as in training with mixed precision, regardless of the saved weights' dtype."]
+        model = build_transformers(spec)
+    notes = (
+        [f"The sizes are those of {open_models.name_of(spec)}, as published; nothing was downloaded."]
+        if not os.path.exists(spec)
+        else []
+    )
+    notes += ["Parameters count as fp32, as in training with mixed precision, regardless of the saved weights' dtype."]
     if getattr(model.config, "quantization_config", None):
         notes.append(
             "quantization_config is not applied: the plan is for training all weights in full. For frozen quantized "
             "weights give --model module:function, a function that builds the quantized model."
         )
     return ModelDescription(
-        path,
+        spec,
         type(model).__name__,
         tree_of(model),
         transformer_facts(model.config, model),
@@ -119,13 +126,16 @@ def describe_transformers(path: str) -> ModelDescription:
     )
 
 
-def build_transformers(path: str) -> nn.Module:
-    """The architecture in the file; if it has none, the first Auto class that supports its model type. Code that lies
-    beside the file (`auto_map`) is never run."""
+def build_transformers(spec: str) -> nn.Module:
+    """The architecture in the file, or of the open model of this name; if it has none, the first Auto class that
+    supports its model type. Code that lies beside the file (`auto_map`) is never run."""
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        if not os.path.exists(spec) and (name := open_models.name_of(spec)) is not None:
+            config = transformers.AutoConfig.for_model(**open_models.SIZES[name])
+        else:
+            config = transformers.AutoConfig.from_pretrained(spec, trust_remote_code=False)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise

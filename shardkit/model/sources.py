@@ -3,6 +3,7 @@
 module:function            your own model, built on the meta device (no memory, no weights)
 config.json, or its folder a Transformers configuration
 weights.safetensors        a file or folder of weights; only headers are read
+llama-3.1-8b, ...          an open model by name, also that on a hub; its sizes are built in, Transformers builds it
 gpt-175b, gpt-1t           built in
 gpt:layers=..,hidden=..,heads=..[,vocab=..][,seq=..][,tied=true]   sizes; gpt:NAME without a `=` is module:function
 """
@@ -13,15 +14,19 @@ import re
 import tempfile
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shardkit.errors import ModelError
-from shardkit.model import child, gpt, weights
+from shardkit.model import child, gpt, open_models, weights
 from shardkit.model.builtin import BUILTIN
 from shardkit.model.describe import ModelDescription, from_json
 from shardkit.model.prepared import Prepared
 
-FORMS = "module:function, a Transformers config.json, a .safetensors file or folder, " + ", ".join(BUILTIN)
+Kind = Literal["gpt", "transformers", "weights", "factory"]
+FORMS = (
+    "module:function, a Transformers config.json, a .safetensors file or folder, an open model's name (llama-3.1-8b), "
+    + ", ".join(BUILTIN)
+)
 CLOSED_FORM_HINT = "or describe its sizes: --model gpt:layers=..,hidden=..,heads=.. needs no code"
 
 
@@ -31,17 +36,30 @@ def describe(spec: str, timeout_s: float = 180.0, folder: Path | None = None) ->
     Raises ModelError for a model that does not exist, fails to build or takes too long.
     """
     folder, spec = Path.cwd() if folder is None else folder, os.path.expanduser(spec)
+    match kind_of(spec, folder):
+        case "gpt":
+            return _by_formula(spec)
+        case "weights":
+            return weights.describe(spec, folder / spec)
+        case None:
+            raise ModelError(_unknown(spec, folder / spec))
+        case kind:
+            return _described(kind, spec, timeout_s, folder)
+
+
+def kind_of(spec: str, folder: Path) -> Kind | None:
+    """What the spec names; None where it is no model."""
     if is_by_sizes(spec):
-        return _by_formula(spec)
+        return "gpt"
     path = folder / spec
     is_folder, is_file = os.path.isdir(path), os.path.isfile(path)  # pathlib's raise for a name that is too long
     if (is_folder and os.path.isfile(path / "config.json")) or (is_file and path.suffix == ".json"):
-        return _described("transformers", spec, timeout_s, folder)
+        return "transformers"
     if is_folder or (is_file and path.suffix == ".safetensors"):
-        return weights.describe(spec, path)
-    if _looks_like_factory(spec):
-        return _described("factory", spec, timeout_s, folder)
-    raise ModelError(_unknown(spec, path))
+        return "weights"
+    if open_models.name_of(spec) is not None:
+        return "transformers"
+    return "factory" if _looks_like_factory(spec) else None
 
 
 def describe_prepared(spec: str, timeout_s: float = 180.0, folder: Path | None = None) -> Prepared:
@@ -75,7 +93,8 @@ def is_by_sizes(spec: str) -> bool:
 
 def has_form(spec: str, folder: Path) -> bool:
     """Whether the spec has a valid form. Checks names only."""
-    return is_by_sizes(spec) or os.path.exists(folder / os.path.expanduser(spec)) or _looks_like_factory(spec)
+    is_name = is_by_sizes(spec) or open_models.name_of(spec) is not None
+    return is_name or os.path.exists(folder / os.path.expanduser(spec)) or _looks_like_factory(spec)
 
 
 def _by_formula(spec: str) -> ModelDescription:
@@ -91,9 +110,9 @@ def _looks_like_factory(spec: str) -> bool:
 
 
 def _unknown(spec: str, path: Path) -> str:
-    near = get_close_matches(spec, BUILTIN, 1, cutoff=0.8)  # gpt2 is neither of them
+    near = get_close_matches(spec.rpartition("/")[2].lower(), [*BUILTIN, *open_models.SIZES], 3, cutoff=0.8)
     if near:
-        return f"--model {spec}: unknown; did you mean {near[0]}?"
+        return f"--model {spec}: unknown; did you mean {' or '.join(near)}?"
     file, _, attribute = spec.partition(":")
     if file.endswith(".py"):
         *parents, module = Path(file.removesuffix(".py")).parts

@@ -14,7 +14,7 @@ from typing import Any
 from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.errors import ModelError, ShardkitError, UsageError
 from shardkit.model import child
-from shardkit.model.sources import is_by_sizes
+from shardkit.model.sources import kind_of
 from shardkit.plan import repeats
 from shardkit.plan.answer import PlanRequest, Row, fits, row
 from shardkit.plan.closed_form import Memory, Moment, RankMemory, never_offloaded, offload
@@ -112,17 +112,13 @@ def simulate(
 
 def _kind(request: PlanRequest, folder: Path) -> str:
     spec = request.description.spec
-    if is_by_sizes(spec):
-        return "gpt"
-    path = folder / spec
-    if (path.is_dir() and (path / "config.json").is_file()) or (path.is_file() and path.suffix == ".json"):
-        return "transformers"
-    if path.exists():
+    kind = kind_of(spec, folder)
+    if kind == "weights":
         raise UsageError(
             f"--simulate: weights alone cannot run (got {spec}); give the model as module:function or config.json, "
             f"{CLOSED_FORM_HINT}."
         )
-    return "factory"
+    return kind or "factory"
 
 
 def _in_child(job: dict[str, Any], timeout_s: float, folder: Path) -> list[dict[str, Any]]:

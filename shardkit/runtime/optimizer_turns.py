@@ -9,16 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from shardkit.distributed.tensors import every_parameter
 from shardkit.sharding.taken_gradients import TakenGradients, add_back, put_back, take
 
-if TYPE_CHECKING:
-    from shardkit.runtime.optimizer import AcceleratedOptimizer
+
+class Stepping(Protocol):
+    """A prepared optimizer."""
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]: ...
+
+    def drop_gradients(self) -> None: ...
 
 
 @dataclass
@@ -50,8 +57,8 @@ class OptimizerTurns:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
-        self._turns = WeakKeyDictionary["AcceleratedOptimizer", _Turn]()
-        self._asked: list[AcceleratedOptimizer] = []
+        self._turns = WeakKeyDictionary[Stepping, _Turn]()
+        self._asked: list[Stepping] = []
         """Those with a `zero_grad` before their step in the window's last micro-batch, and no backward since: it began
         their turn, or they do not step in this window."""
 
@@ -62,7 +69,7 @@ class OptimizerTurns:
             else:
                 self.join(optimizer)
 
-    def end(self, optimizer: AcceleratedOptimizer) -> None:
+    def end(self, optimizer: Stepping) -> None:
         """Notes a step that the window has skipped."""
         turn = self._turns.setdefault(optimizer, _Turn())
         turn.add_back()
@@ -78,7 +85,7 @@ class OptimizerTurns:
             reached = {id(parameter) for parameter in every_parameter(model)}
             self._asked = [one for one in self._asked if not any(id(p) in reached for p in one.parameters)]
 
-    def note_zero_grad(self, optimizer: AcceleratedOptimizer) -> None:
+    def note_zero_grad(self, optimizer: Stepping) -> None:
         """Notes any `zero_grad`."""
         turn = self._turns.setdefault(optimizer, _Turn())
         if turn.has_stepped and not turn.is_waiting:
@@ -86,20 +93,20 @@ class OptimizerTurns:
         else:
             turn.has_zeroed, turn.has_stepped, turn.is_waiting = True, False, False
 
-    def keep_own(self, optimizer: AcceleratedOptimizer, is_last: bool) -> None:
+    def keep_own(self, optimizer: Stepping, is_last: bool) -> None:
         """Drops gradients that are not of the optimizer's own turns, at a `zero_grad` while the window still needs
         these. `is_last`: in the window's last micro-batch."""
         self._turns[optimizer].put_back()
         if is_last:
             self._asked.append(optimizer)
 
-    def join(self, optimizer: AcceleratedOptimizer) -> None:
+    def join(self, optimizer: Stepping) -> None:
         """Before an optimizer steps: gradients that no `zero_grad` has dropped are its own, as in one process."""
         if (turn := self._turns.pop(optimizer, None)) is not None:
             turn.add_back()
         self._asked = [one for one in self._asked if one is not optimizer]
 
-    def drop(self, optimizer: AcceleratedOptimizer) -> None:
+    def drop(self, optimizer: Stepping) -> None:
         """Drops what is set aside: the optimizer's gradients are not needed any more."""
         if (turn := self._turns.get(optimizer)) is not None:
             turn.aside = None

@@ -7,12 +7,19 @@ are still there then: they are kept since that gradient was computed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from shardkit.sharding.fsdp_unit import UnitGroup
+
+class KeepingGroup(Protocol):
+    """A unit's parameter group, as `fsdp_unit.UnitGroup`."""
+
+    def is_kept_for_second_backward(self) -> bool: ...
+
+    def show_kept(self) -> None: ...
+
+    def hide_kept(self) -> None: ...
 
 
 class Gathered:
@@ -20,10 +27,10 @@ class Gathered:
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
-        self._shown: UnitGroup | None = None
+        self._shown: KeepingGroup | None = None
 
     def __enter__(self) -> None:
-        group: UnitGroup | None = getattr(vars(self._block).get("forward"), "group", None)
+        group: KeepingGroup | None = getattr(vars(self._block).get("forward"), "group", None)
         if group is not None and group.is_kept_for_second_backward():
             group.show_kept()
             self._shown = group

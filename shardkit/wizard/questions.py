@@ -18,8 +18,9 @@ QUESTIONS: tuple[Question, ...] = (
         check=readers.model,
         when="without --model",
         help_text="module:function is a function without arguments that returns the model; it is called on the meta "
-        "device in a separate process. Also accepted: a Transformers config.json, a .safetensors file, a "
-        "folder with either, or sizes: gpt:layers=..,hidden=..,heads=... Nothing is downloaded.",
+        "device in a separate process. Also accepted: an open model's name (llama-3.1-8b), a Transformers "
+        "config.json, a .safetensors file, a folder with either, or sizes: gpt:layers=..,hidden=..,heads=... Nothing "
+        "is downloaded.",
     ),
     Question(
         key="where",
