@@ -151,6 +151,17 @@ def test_inspect_finds_the_newest_and_tells_what_is_in_it(project, capsys):
     assert facts["sections"]["model"]["tied"] == {"head.weight": "embed.weight"}
 
 
+def test_a_newer_checkpoint_that_is_not_complete_is_told_where_an_older_one_is_used(project, tmp_path, capsys):
+    root = copied(project, tmp_path)
+    (root / "step-00000008" / "index.json").unlink()
+    merge = ["merge", root, "-o", tmp_path / "out", "--json"]
+    for verb in (["inspect", root], merge, ["pin", root], ["diff", root, root]):
+        assert run(["checkpoint", *map(str, verb)]) == 0
+        said = capsys.readouterr()
+        assert f"skipped step 8 ({root / 'step-00000008' / 'index.json'}: missing.); step 4 is used.\n" in said.err
+        assert verb[0] != "merge" or json.loads(said.out)["step"] == 4
+
+
 def test_verify_names_what_is_damaged(project, tmp_path, capsys):
     assert called(capsys, "verify", project).count(": valid (") == 2
     root = copied(project, tmp_path)
@@ -343,11 +354,14 @@ def test_merge_publishes_nothing_of_damaged_bytes(project, tmp_path, capsys):
     root = copied(project, tmp_path)
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "model.safetensors").write_text("the one before")
-    for step, name in ((4, "r00001-of-00002"), (8, "model")):
-        flip(root / f"step-{step:08d}" / "model" / f"{name}.safetensors")
+    named = ((4, "model/r00001-of-00002.safetensors"), (8, "model/model.safetensors"), (8, "state/common.json"))
+    for step, name in named:
+        flip(damaged := root / f"step-{step:08d}" / name)
         arguments = ["checkpoint", "merge", str(root / f"step-{step:08d}"), "-o", str(tmp_path / "merged")]
         assert run(arguments) == EXIT_CHECKPOINT
-        assert "digest differs from the manifest (corrupted)" in capsys.readouterr().err
+        said = capsys.readouterr()
+        assert "digest differs from the manifest (corrupted)" in said.err and said.out == ""
+        flip(damaged)
     assert [path.name for path in (tmp_path / "merged").iterdir()] == ["model.safetensors"]
     assert (tmp_path / "merged" / "model.safetensors").read_text() == "the one before"
 

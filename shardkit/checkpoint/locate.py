@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from shardkit.checkpoint import disk, folder, manifest
 from shardkit.checkpoint.verify import Checkpoint, open_checkpoint
 from shardkit.errors import CheckpointError
+from shardkit.log import get_logger
 from shardkit.storage import objects
 from shardkit.storage.url import Place, Url
 
 # The folder in a project in which Accelerator(project_config=...) saves step folders.
 SERIES = "checkpoints"
+
+logger = get_logger(__name__)
 
 
 def series(path: Place) -> Place:
@@ -79,7 +82,8 @@ def _is_checkpoint(path: Place) -> bool:
 
 
 def checkpoint(path: Place) -> Checkpoint:
-    """The checkpoint at a path, or the newest complete one in a folder. Raises CheckpointError with the reason."""
+    """The checkpoint at a path, or the newest complete one in a folder, with a warning of newer ones that are not.
+    Raises CheckpointError with the reason."""
     with _as_checkpoint_error(path):
         path = _with_name(path)
         if _is_checkpoint(path):
@@ -88,6 +92,8 @@ def checkpoint(path: Place) -> Checkpoint:
         found, skipped = folder.newest_valid(root)
         if found is None:
             raise CheckpointError(f"{root}: none of its {len(skipped)} checkpoints is complete: {skipped[0].reason}")
+        for newer in skipped:
+            logger.warning("checkpoint: skipped step %d (%s); step %d is used.", newer.step, newer.reason, found.step)
         return open_checkpoint(found.path)
 
 

@@ -246,6 +246,7 @@ def merge(
     from shardkit.checkpoint.merge import model_bytes, models_before, of_hooks, values_left_out
 
     found = locate.checkpoint(path)
+    left_out = values_left_out(found)  # reads the checkpoint: before anything is written
     with _as_checkpoint_error(), Progress("merged", model_bytes(found)) as progress:
         written = merge_into(found, output, dtype, max_shard_size, progress.add)
     rows: list[dict[str, Any]] = [
@@ -264,7 +265,7 @@ def merge(
             "what you do not need.",
             file=sys.stderr,
         )
-    if left_out := values_left_out(found):
+    if left_out:
         print(f"note: extra state that is no tensor was not exported (got {left_out}).", file=sys.stderr)
     if added := of_hooks(found):
         print(
