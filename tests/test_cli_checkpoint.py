@@ -495,6 +495,20 @@ def test_what_is_deleted_before_it_is_merged_is_named(project, tmp_path, capsys,
     assert not (tmp_path / "export").exists()
 
 
+def test_what_is_deleted_while_it_is_read_is_deleted_and_not_damaged(project, tmp_path, capsys, monkeypatch):
+    path = folder.steps(copied(project, tmp_path))[0].path
+    read = verify.hash_file
+
+    def read_and_delete(*given):
+        if path.exists():
+            folder.remove(path)
+        return read(*given)
+
+    monkeypatch.setattr(verify, "hash_file", read_and_delete)
+    assert run(["checkpoint", "diff", str(path), str(project)]) == EXIT_CHECKPOINT
+    assert capsys.readouterr().err.startswith(f"{path}: was deleted; use another checkpoint.\ncheckpoint: ")
+
+
 def test_a_run_may_begin_while_prune_verifies(project, tmp_path, capsys, monkeypatch):
     """It takes the lock to delete; what it verifies can be read for an hour."""
     root = copied(project, tmp_path)
