@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
+from glob import has_magic
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -337,7 +338,16 @@ def _whole(url: Url, size: int) -> bytes | None:
 def remove(url: Url) -> None:
     """Delete an object, and all objects below its name, if they exist."""
     with suppress(FileNotFoundError):
-        _ask(url, "deleting", lambda store, name: store.rm(name, recursive=True))
+        _ask(url, "deleting", _remove)
+
+
+def _remove(store: Any, name: str) -> None:
+    """Many at once; one by one where fsspec's rm() would take the name for a pattern, and delete what matches it."""
+    if not has_magic(name):
+        store.rm(name, recursive=True)
+        return
+    for found in store.find(name):
+        store.rm_file(found)
 
 
 # ---- capabilities of a store ----
