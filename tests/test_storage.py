@@ -325,6 +325,14 @@ def test_a_name_with_the_signs_of_patterns_is_a_name(sign, live, tmp_path):
     assert verify.damages(locate.checkpoint(beside)) == []
 
 
+def test_what_is_below_an_object_is_not_there(root, live, caplog):
+    """Stores with folders, such as sftp://, answer a request for it with an error of their own."""
+    save_step(live, root, 1)
+    assert locate.checkpoints(root) == [root / "step-00000001"]
+    assert objects.look(root / "LATEST" / "x") is None and not objects.is_there(root / "LATEST" / "x")
+    assert "try 2 of" not in caplog.text
+
+
 def test_another_run_in_the_same_place_is_noticed(root, live):
     claimed = in_store.claim(root, "mine", None)
     save_step(live, root, 1)

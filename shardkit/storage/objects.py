@@ -93,12 +93,12 @@ def file_system(url: Url) -> tuple[Any, str]:
 
 
 def _ask(url: Url, what: str, action: Callable[[Any, str], Result], tries: int = TRIES) -> Result:
-    """The result of a request. FileNotFoundError and FileExistsError are raised; after other errors it is repeated."""
+    """The result of a request. Raises what says whether an object is there; after other errors it is repeated."""
     store, name = file_system(url)
     for number in range(1, tries + 1):
         try:
             return action(store, name)
-        except (FileNotFoundError, FileExistsError):
+        except (FileNotFoundError, FileExistsError, NotADirectoryError):
             raise
         except Exception as error:
             if (trouble := refusal(url, what, error)) is not None:
@@ -152,7 +152,7 @@ def look(url: Url) -> Seen | None:
     """The size and version of an object; None if it does not exist."""
     try:
         info = _ask(url, "looking", _info)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the second of stores with folders, such as sftp://
         return None
     return None if info["type"] == "directory" else _seen(info)
 
@@ -250,7 +250,7 @@ def is_there(url: Url) -> bool:
     """Whether there is an object with this name, or any below it."""
     try:
         return bool(_ask(url, "looking", _info))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
