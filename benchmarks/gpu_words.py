@@ -27,7 +27,12 @@ def table(result: Mapping[str, Any]) -> str:
 
 def _surroundings(result: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return f"{result['device_name'] or result['device']}, {result['cores']} cores, CUDA {result['cuda']}, {versions}"
+    device = f"{result['device_name'] or result['device']}, {result['cores']} cores, CUDA {result['cuda']}"
+    return f"{device}, {versions}; a GPT of {_model(result['model'])}"
+
+
+def _model(of: Mapping[str, int]) -> str:
+    return f"{of['layers']} layers, width {of['hidden']:,}, {of['batch']} x {of['seq']:,} tokens"
 
 
 def last_line(text: str) -> str:

@@ -50,7 +50,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="training steps in a turn")
     parser.add_argument("--family", action="append", choices=list(FAMILIES), help="repeatable; by default all")
     parser.add_argument("--cpu", action="store_true", help="CPU ranks even where GPUs are")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=interleaved.writable)
     return parser.parse_args()
 
 
