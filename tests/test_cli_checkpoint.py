@@ -162,6 +162,21 @@ def test_a_newer_checkpoint_that_is_not_complete_is_told_where_an_older_one_is_u
         assert verb[0] != "merge" or json.loads(said.out)["step"] == 4
 
 
+def test_steps_in_a_project_folder_do_not_hide_those_of_its_run(project, tmp_path, capsys):
+    root = copied(project, tmp_path)
+    shutil.copytree(root / "step-00000004", tmp_path / "step-00000006")
+    rows = json.loads(called(capsys, "list", tmp_path, "--json"))["checkpoints"]
+    assert [Path(row["path"]) for row in rows] == [
+        root / "step-00000004",
+        root / "step-00000008",
+        tmp_path / "step-00000006",
+    ]
+    assert [row["latest"] for row in rows] == [False, True, False]
+    assert str(tmp_path / "step-00000006") in called(capsys, "list", tmp_path)
+    assert called(capsys, "verify", tmp_path).count(": valid (") == 3
+    assert called(capsys, "inspect", tmp_path).startswith(str(root / "step-00000008")), "where a run resumes"
+
+
 def test_verify_names_what_is_damaged(project, tmp_path, capsys):
     assert called(capsys, "verify", project).count(": valid (") == 2
     root = copied(project, tmp_path)
