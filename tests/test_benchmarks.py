@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import checkpoint, contestants, faults, interleaved
+from benchmarks import checkpoint, contestants, faults, interleaved, step
 
 ROOT = Path(__file__).parent.parent
 SIZES = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 32, "seq": 8, "batch": 1, "steps": 1, "rounds": 2}
@@ -36,6 +36,13 @@ def test_step(tmp_path: Path) -> None:
         assert {len(values) for values in found["rounds"].values()} == {2}
         assert len(found["ratios"]) == len(found["rounds"]) - 1
     assert "CPU" in result["fsdp"]["left_out"]["accelerate"]
+
+
+def test_step_says_where_it_was_measured(capsys: pytest.CaptureFixture) -> None:
+    """Where there are fewer GPUs than ranks, that is the CPU."""
+    rounds = {"shardkit": [1.0], "by hand, fused AdamW": [1.0]}
+    step._show("fsdp", "2 ranks on cpu", {"wall_s": rounds, "cpu_s": rounds, "left_out": {}})
+    assert "FSDP, 2 ranks on cpu, a step, seconds\n" in capsys.readouterr().out
 
 
 @pytest.mark.loops
