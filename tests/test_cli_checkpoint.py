@@ -162,6 +162,21 @@ def test_a_newer_checkpoint_that_is_not_complete_is_told_where_an_older_one_is_u
         assert verb[0] != "merge" or json.loads(said.out)["step"] == 4
 
 
+def test_what_a_run_deletes_meanwhile_is_not_told_as_skipped(project, tmp_path, capsys, monkeypatch):
+    root = copied(project, tmp_path)
+    look = folder.inspect
+
+    def look_and_delete(path):
+        if path.name == "step-00000008" and path.exists():
+            folder.remove(path)
+        return look(path)
+
+    monkeypatch.setattr(folder, "inspect", look_and_delete)
+    assert run(["checkpoint", "inspect", str(root)]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(str(root / "step-00000004")) and said.err == ""
+
+
 def test_steps_in_a_project_folder_do_not_hide_those_of_its_run(project, tmp_path, capsys):
     root = copied(project, tmp_path)
     shutil.copytree(root / "step-00000004", tmp_path / "step-00000006")

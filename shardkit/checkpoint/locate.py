@@ -103,6 +103,8 @@ def checkpoint(path: Place) -> Checkpoint:
         if found is None:
             raise CheckpointError(f"{root}: none of its {len(skipped)} checkpoints is complete: {skipped[0].reason}")
         for newer in skipped:
+            if not isinstance(newer.path, Url) and not os.path.lexists(newer.path):
+                continue  # a run has deleted it meanwhile
             logger.warning("checkpoint: skipped step %d (%s); step %d is used.", newer.step, newer.reason, found.step)
         return open_checkpoint(found.path)
 
