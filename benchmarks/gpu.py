@@ -80,7 +80,7 @@ def main() -> None:
     """Measure what is asked for, print it, write JSON and a table."""
     options = _options()
     surroundings = {**interleaved.surroundings(), **described(options), "small": options.small}
-    surroundings["model"] = {name: getattr(order_of(options, "", ""), name) for name in BILLION}
+    surroundings["model"] = {name: getattr(order_of(options, "", ""), name) for name in (*BILLION, "precision")}
     result: dict[str, Any] = {**surroundings, **_measured_before(options, surroundings)}
     names = options.only or list(SECTIONS)
     for name, until in zip(names, _ends(names, options.minutes), strict=True):
@@ -115,20 +115,21 @@ def _ends(names: list[str], minutes: float) -> Iterator[float]:
 
 
 def described(options: Options) -> dict[str, Any]:
-    """The device, its name and CUDA's version; its memory into the options. Ends the program where torch cannot use
-    it."""
+    """The device, its name and CUDA's version; its memory, and a precision that it has, into the options. Ends the
+    program where torch cannot use it."""
     device = options.device
     code = f"import json, torch; torch.zeros(1, device={device!r}); module = torch.get_device_module({device!r}); "
     code += "name = getattr(module, 'get_device_name', lambda: None)(); "
     code += "memory = getattr(module, 'mem_get_info', lambda: [None])()[-1]; "
-    code += "print(json.dumps([name, torch.version.cuda, memory]))"
+    code += "computes = getattr(module, 'is_bf16_supported', lambda **given: True)(including_emulation=False); "
+    code += "print(json.dumps([name, torch.version.cuda, memory, 'bf16' if computes else 'no']))"
     done = run(options, [sys.executable, "-c", code])
     if done.returncode:
         sys.exit(
             f"benchmarks.gpu: torch cannot use the device {device} (got {gpu_words.last_line(done.stderr)}); run it "
             "where there is one, or try it with --small --device cpu."
         )
-    name, cuda, options.memory_bytes = json.loads(done.stdout.splitlines()[-1])
+    name, cuda, options.memory_bytes, options.precision = json.loads(done.stdout.splitlines()[-1])
     return {"device": device, "device_name": name, "cuda": cuda}
 
 
@@ -256,12 +257,13 @@ def _compared(mode: str, wall_s: dict[tuple[str, str], list[float]], last: dict[
 
 
 def _speed(result: dict[str, Any], step_s: float) -> dict[str, Any]:
-    """Tokens a second, and the part of the device's peak in bf16 (6 operations a parameter and token, and attention's
+    """Tokens a second, and the part of the device's peak in bf16, or fp32 (6 operations a parameter and token, and attention's
     12 x layers x hidden x sequence: Chowdhery et al. 2022, appendix B)."""
     order = result["order"]
     tokens_a_s = order["batch"] * order["seq"] / step_s
     operations = 6 * result["parameters"] + 12 * order["layers"] * order["hidden"] * order["seq"]
-    peak = devices.of_hardware(result.get("device_name", ""), None).flops.get("bf16")
+    dtype = "fp32" if order["precision"] == "no" else "bf16"
+    peak = devices.of_hardware(result.get("device_name", ""), None).flops.get(dtype)
     return {"tokens_a_s": tokens_a_s, "mfu": tokens_a_s * operations / peak if peak else None}
 
 

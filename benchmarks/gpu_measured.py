@@ -49,6 +49,8 @@ class Options:
     until: float = float("inf")
     memory_bytes: int | None = None
     """Of the device; None where that is not known."""
+    precision: str = "bf16"
+    """Of the runs that name none: fp32 ("no") where the device has no bf16, in which shardkit computes there."""
 
     @property
     def left_s(self) -> float:
@@ -75,7 +77,8 @@ def measured(options: Options, task: str, contestant: str, **changes: Any) -> di
 def order_of(options: Options, task: str, contestant: str, **changes: Any) -> Order:
     """What a process is to measure: the model of the benchmark, with these changes."""
     shape = SMALL if options.small else fitted(options, BILLION)
-    return Order(**{"task": task, "contestant": contestant, "device": options.device, **shape, **changes})
+    given = {"task": task, "contestant": contestant, "device": options.device, "precision": options.precision}
+    return Order(**{**given, **shape, **changes})
 
 
 def fitted(options: Options, shape: dict[str, Any]) -> dict[str, Any]:

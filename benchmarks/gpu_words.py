@@ -31,8 +31,9 @@ def _surroundings(result: Mapping[str, Any]) -> str:
     return f"{device}, {versions}; a GPT of {_model(result['model'])}"
 
 
-def _model(of: Mapping[str, int]) -> str:
-    return f"{of['layers']} layers, width {of['hidden']:,}, {of['batch']} x {of['seq']:,} tokens"
+def _model(of: Mapping[str, Any]) -> str:
+    precision = "fp32" if of["precision"] == "no" else of["precision"]
+    return f"{of['layers']} layers, width {of['hidden']:,}, {of['batch']} x {of['seq']:,} tokens, {precision}"
 
 
 def last_line(text: str) -> str:

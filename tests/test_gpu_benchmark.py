@@ -113,6 +113,17 @@ def test_the_model_has_as_many_layers_as_the_device_has_room_for(gib, layers, ba
     assert gpu.fitted(options, {"strategy": 2, "batch": 16})["batch"] == max(1, 16 * min(40, gib or 40) // 40)
 
 
+def test_on_a_device_without_bf16_all_compute_in_fp32():
+    """shardkit trains in fp32 there, with a warning that nobody saw, and the loop by hand in bf16 that is emulated."""
+    for contestant in ("shardkit", "by hand"):
+        assert gpu.order_of(gpu.Options(precision="no"), "steps", contestant).precision == "no"
+    assert gpu.order_of(gpu.Options(precision="no"), "steps", "shardkit", precision="fp8").precision == "fp8"
+    options = gpu.Options(device="cpu", small=True)
+    assert gpu.described(options)["device"] == "cpu" and options.precision == "bf16"
+    size = {"layers": 8, "hidden": 2048, "batch": 1, "seq": 2048, "precision": "no"}
+    assert gpu_words._model(size) == "8 layers, width 2,048, 1 x 2,048 tokens, fp32"
+
+
 def test_who_takes_no_part_is_named_with_the_reason(monkeypatch):
     monkeypatch.setattr(gpu, "measured", lambda *given, **order: {"step_s": 1.0})
     monkeypatch.setattr(gpu, "_speed", lambda *given: {"tokens_a_s": 1.0, "mfu": None})
