@@ -257,8 +257,8 @@ def _compared(mode: str, wall_s: dict[tuple[str, str], list[float]], last: dict[
 
 
 def _speed(result: dict[str, Any], step_s: float) -> dict[str, Any]:
-    """Tokens a second, and the part of the device's peak in bf16, or fp32 (6 operations a parameter and token, and attention's
-    12 x layers x hidden x sequence: Chowdhery et al. 2022, appendix B)."""
+    """Tokens a second, and the part of the device's peak in bf16, or fp32 (6 operations a parameter and token, and
+    attention's 12 x layers x hidden x sequence: Chowdhery et al. 2022, appendix B)."""
     order = result["order"]
     tokens_a_s = order["batch"] * order["seq"] / step_s
     operations = 6 * result["parameters"] + 12 * order["layers"] * order["hidden"] * order["seq"]
