@@ -47,7 +47,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--boundaries", type=int, default=200, help="in one turn")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=interleaved.writable)
     return parser.parse_args()
 
 

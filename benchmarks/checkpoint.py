@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--family", action="append", choices=list(COMPARED), help="repeatable; by default all")
     parser.add_argument("--folder", type=Path, help="where to write; by default a temporary folder")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=interleaved.writable)
     options = parser.parse_args()
     result = {**interleaved.surroundings(), "ranks": options.ranks, "layers": options.layers}
     for family in options.family or COMPARED:

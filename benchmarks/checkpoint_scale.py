@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--dcp-ranks", type=int, nargs="*", default=DCP_RANKS)
     parser.add_argument("--blocks", type=int, default=80, help="transformer blocks; 80 are a 70B model")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=interleaved.writable)
     parser.add_argument("--one", choices=["shardkit", "dcp"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

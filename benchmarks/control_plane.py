@@ -16,7 +16,6 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 64])
     parser.add_argument("--times", type=int, default=20)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=interleaved.writable)
     return parser.parse_args()
 
 

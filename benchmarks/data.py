@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from benchmarks import interleaved
@@ -92,7 +91,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, nargs="+", default=[10**6, 10**8])
     parser.add_argument("--batches", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=interleaved.writable)
     parser.add_argument("--one", nargs=2, metavar=("NAME", "WHERE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -101,6 +100,8 @@ def main() -> None:
         return
     result = interleaved.surroundings()
     left_out = {name: problem for name in CONTESTANTS if (problem := _problem(name))}
+    if "shardkit" in left_out:
+        raise SystemExit(f"data: shardkit: {left_out['shardkit']}")
     names = [name for name in CONTESTANTS if name not in left_out]
     for samples in options.samples:
         found = compare(samples, options.batches, options.rounds, names)
@@ -150,7 +151,7 @@ def _problem(name: str) -> str | None:
     try:
         _in_a_process(name, 10**4, 1, "start")
     except subprocess.CalledProcessError as error:
-        return error.stderr.strip().splitlines()[-1]
+        return f"exit code {error.returncode}: {error.stderr.strip()[-300:]}"
     return None
 
 

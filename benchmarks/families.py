@@ -13,6 +13,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import interleaved
 from shardkit.config.schema import Config
 from shardkit.errors import ShardkitError
 
@@ -173,7 +174,7 @@ def main() -> None:
     """Plans the families, prints one line each, writes the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="families with this in their name")
-    parser.add_argument("--page", type=Path, help="where to write the page of all families")
+    parser.add_argument("--page", type=interleaved.writable, help="where to write the page of all families")
     options = parser.parse_args()
     outcomes = {}
     for family in FAMILIES:

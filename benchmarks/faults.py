@@ -38,6 +38,7 @@ FAULTS = {
 """What the script of the last rank does; the launcher is killed from outside."""
 SAYS = {"raises": "at fault", "killed": "SIGKILL|-9", "leaves": "exited with code 0", "stopped": "STOPPED"}
 RANKS_HERE = 2
+START_S = 120.0
 SCRIPT = """import os, pathlib, signal, sys, time, torch, torch.distributed as dist
 here, last = pathlib.Path(sys.argv[1]), int(os.environ["WORLD_SIZE"]) - 1
 (here / ("pid-" + os.environ["RANK"])).write_text(str(os.getpid()))
@@ -68,14 +69,15 @@ def main() -> None:
     for machines in options.machines:
         print(f"{machines} machine{'s' if machines > 1 else ''} with {RANKS_HERE} ranks", flush=True)
         for fault in options.fault:
-            found: dict[str, list[Found]] = {name: [] for name in (SHARDKIT_RUN, TORCHRUN, ACCELERATE_RUN)}
-            for _, name in interleaved.turns(list(found), options.rounds):
-                found[name].append(tried(name, fault, machines, options.limit))
-            result[f"{fault} on {machines}"] = {name: [asdict(one) for one in of] for name, of in found.items()}
+            found, left_out = compare(fault, machines, options.rounds, options.limit)
+            rounds = {name: [asdict(one) for one in of] for name, of in found.items()}
+            result[f"{fault} on {machines}"] = {**rounds, "left_out": left_out}
             for name, of in found.items():
                 print(f"  {fault:<8} {name:<18} {in_words(of, machines)}", flush=True)
-    if options.output:
-        interleaved.write(options.output, result)
+            for name, reason in left_out.items():
+                print(f"  {fault:<8} {name:<18} left out; {reason}", flush=True)
+            if options.output:
+                interleaved.write(options.output, result)
 
 
 def _options() -> argparse.Namespace:
@@ -84,8 +86,29 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--machines", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after the fault")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=interleaved.writable)
     return parser.parse_args()
+
+
+def compare(fault: str, machines: int, rounds: int, limit_s: float) -> tuple[dict[str, list[Found]], dict[str, str]]:
+    """What launchers came to in each round, and why others take no part: they do not come as far as the fault."""
+    found: dict[str, list[Found]] = {name: [] for name in (SHARDKIT_RUN, TORCHRUN, ACCELERATE_RUN)}
+    left_out: dict[str, str] = {}
+    for _, name in interleaved.turns(list(found), rounds):
+        if name in left_out:
+            continue
+        try:
+            found[name].append(tried(name, fault, machines, limit_s))
+        except NoFault as reason:
+            left_out[name] = str(reason)
+            del found[name]
+    if SHARDKIT_RUN in left_out:
+        raise SystemExit(f"faults: {SHARDKIT_RUN}: {left_out[SHARDKIT_RUN]}")
+    return found, left_out
+
+
+class NoFault(Exception):
+    """Why a launch did not come as far as the fault."""
 
 
 def tried(name: str, fault: str, machines: int, limit_s: float) -> Found:
@@ -100,7 +123,7 @@ def tried(name: str, fault: str, machines: int, limit_s: float) -> Found:
             for machine, screen in enumerate(screens)
         ]
         try:
-            at_s = moment_of(folder / "fault", launchers)
+            at_s = moment_of(folder / "fault", launchers, screens[-1])
             if fault == "launcher":
                 launchers[-1].kill()
             ended_s = wait(launchers, at_s + limit_s)
@@ -137,11 +160,12 @@ def started(words: list[str], folder: Path, screen: Path) -> subprocess.Popen:
         return subprocess.Popen(words, cwd=folder, env=environment, stdout=file, stderr=file, start_new_session=True)
 
 
-def moment_of(path: Path, launchers: list[subprocess.Popen]) -> float:
-    """When the fault happened, in seconds since the epoch."""
+def moment_of(path: Path, launchers: list[subprocess.Popen], screen: Path) -> float:
+    """When the fault happened, in seconds since the epoch. NoFault, with what the screen says, where it does not."""
+    until_s = time.monotonic() + START_S
     while not path.exists() or not path.read_text():
-        if all(launcher.poll() is not None for launcher in launchers):
-            raise RuntimeError("the launchers ended before the fault")
+        if time.monotonic() > until_s or all(launcher.poll() is not None for launcher in launchers):
+            raise NoFault(f"it did not come as far as the fault: {screen.read_text(errors='replace').strip()[-300:]}")
         time.sleep(0.02)
     return float(path.read_text())
 

@@ -35,7 +35,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_words, interleaved
-from benchmarks.gpu_measured import BILLION, OVER, SMALL, Failed, Options, TimeIsUp, measured, order_of, run, running
+from benchmarks.gpu_measured import (
+    BILLION,
+    OVER,
+    SMALL,
+    Failed,
+    Options,
+    TimeIsUp,
+    fitted,
+    measured,
+    order_of,
+    run,
+    running,
+)
 from benchmarks.gpu_rank import Order
 from shardkit.config import hardware
 from shardkit.launch.diagnosis import OUT_OF_MEMORY_SIGNS
@@ -68,6 +80,7 @@ def main() -> None:
     """Measure what is asked for, print it, write JSON and a table."""
     options = _options()
     surroundings = {**interleaved.surroundings(), **described(options), "small": options.small}
+    surroundings["model"] = {name: getattr(order_of(options, "", ""), name) for name in (*BILLION, "precision")}
     result: dict[str, Any] = {**surroundings, **_measured_before(options, surroundings)}
     names = options.only or list(SECTIONS)
     for name, until in zip(names, _ends(names, options.minutes), strict=True):
@@ -89,8 +102,8 @@ def _options() -> Options:
     parser.add_argument("--rounds", type=int, default=Options.rounds)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--minutes", type=float, default=Options.minutes, help="for all sections together")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--table", type=Path)
+    parser.add_argument("--output", type=interleaved.writable)
+    parser.add_argument("--table", type=interleaved.writable)
     return Options(**vars(parser.parse_args()))
 
 
@@ -102,17 +115,21 @@ def _ends(names: list[str], minutes: float) -> Iterator[float]:
 
 
 def described(options: Options) -> dict[str, Any]:
-    """The device, its name and CUDA's version. Ends the program where torch cannot use it."""
+    """The device, its name and CUDA's version; its memory, and a precision that it has, into the options. Ends the
+    program where torch cannot use it."""
     device = options.device
     code = f"import json, torch; torch.zeros(1, device={device!r}); module = torch.get_device_module({device!r}); "
-    code += "name = getattr(module, 'get_device_name', lambda: None)(); print(json.dumps([name, torch.version.cuda]))"
+    code += "name = getattr(module, 'get_device_name', lambda: None)(); "
+    code += "memory = getattr(module, 'mem_get_info', lambda: [None])()[-1]; "
+    code += "computes = getattr(module, 'is_bf16_supported', lambda **given: True)(including_emulation=False); "
+    code += "print(json.dumps([name, torch.version.cuda, memory, 'bf16' if computes else 'no']))"
     done = run(options, [sys.executable, "-c", code])
     if done.returncode:
         sys.exit(
             f"benchmarks.gpu: torch cannot use the device {device} (got {gpu_words.last_line(done.stderr)}); run it "
             "where there is one, or try it with --small --device cpu."
         )
-    name, cuda = json.loads(done.stdout)
+    name, cuda, options.memory_bytes, options.precision = json.loads(done.stdout.splitlines()[-1])
     return {"device": device, "device_name": name, "cuda": cuda}
 
 
@@ -120,7 +137,12 @@ def _measured_before(options: Options, surroundings: dict[str, Any]) -> dict[str
     """The sections that an earlier run in the same surroundings has left in the output."""
     if options.output is None or not options.output.exists():
         return {}
-    before = json.loads(options.output.read_text())
+    try:
+        before = dict(json.loads(options.output.read_text()))
+    except (ValueError, TypeError):
+        sys.exit(
+            f"benchmarks.gpu: {options.output} is not of this benchmark, or damaged; delete it, or name another file."
+        )
     is_same = all(before.get(name) == surroundings[name] for name in surroundings.keys() - {"load"})
     return {name: before[name] for name in SECTIONS if is_same and name in before}
 
@@ -130,7 +152,8 @@ def measured_section(name: str, options: Options) -> Found:
     found: dict[str, Any] = {}
     try:
         for found in SECTIONS[name][0](options):
-            yield found
+            yield {**found, "ended_early": "the benchmark was stopped"}  # until there is more
+        yield found
     except Failed as error:
         is_early = isinstance(error, TimeIsUp) and found
         yield {**found, "ended_early" if is_early else "failed": str(error)}
@@ -139,20 +162,25 @@ def measured_section(name: str, options: Options) -> Found:
 
 
 def _write(options: Options, result: dict[str, Any]) -> None:
-    if options.output:
-        interleaved.write(options.output, result)
-    if options.table:
-        options.table.write_text(gpu_words.table(result))
+    try:
+        if options.output:
+            interleaved.write(options.output, result)
+        if options.table:
+            options.table.write_text(gpu_words.table(result))
+    except OSError as error:  # such as a full disk: the next time there may be room
+        print(f"benchmarks.gpu: {error.filename}: not written ({error.strerror})", file=sys.stderr)
 
 
 # ---- sections ----
 
 
-def contestants(options: Options) -> Iterator[str]:
-    """Who takes part; accelerate has no FSDP on a CPU."""
-    yield from ("shardkit", "by hand")
-    if options.device == "cuda" and "accelerate" in interleaved.surroundings()["versions"]:
-        yield "accelerate"
+def contestants(options: Options) -> tuple[list[str], dict[str, str]]:
+    """Who takes part, and why others do not."""
+    if options.device != "cuda":
+        return ["shardkit", "by hand"], {"accelerate": f"its FSDP is not measured on the device {options.device}"}
+    if "accelerate" not in interleaved.surroundings()["versions"]:
+        return ["shardkit", "by hand"], {"accelerate": "it is not installed"}
+    return ["shardkit", "by hand", "accelerate"], {}
 
 
 def tests(options: Options) -> Found:
@@ -195,10 +223,10 @@ def _counted(outcomes: Path) -> dict[str, Any]:
 
 def steps(options: Options) -> Found:
     """Eager and compiled steps, by turns. One that fails is left out of the rounds to come."""
-    names = [(mode, name) for mode in ("eager", "compiled") for name in contestants(options)]
+    taking_part, left_out = contestants(options)
+    names = [(mode, name) for mode in ("eager", "compiled") for name in taking_part]
     wall_s: dict[tuple[str, str], list[float]] = {one: [] for one in names}
     last: dict[tuple[str, str], dict[str, Any]] = {}
-    left_out: dict[str, str] = {}
     for _, mode_and_name in interleaved.turns([*map(" ".join, names)], options.rounds):
         mode, _, name = mode_and_name.partition(" ")
         if mode_and_name in left_out:
@@ -229,12 +257,13 @@ def _compared(mode: str, wall_s: dict[tuple[str, str], list[float]], last: dict[
 
 
 def _speed(result: dict[str, Any], step_s: float) -> dict[str, Any]:
-    """Tokens a second, and the part of the device's peak in bf16 (6 operations a parameter and token, and attention's
-    12 x layers x hidden x sequence: Chowdhery et al. 2022, appendix B)."""
+    """Tokens a second, and the part of the device's peak in bf16, or fp32 (6 operations a parameter and token, and
+    attention's 12 x layers x hidden x sequence: Chowdhery et al. 2022, appendix B)."""
     order = result["order"]
     tokens_a_s = order["batch"] * order["seq"] / step_s
     operations = 6 * result["parameters"] + 12 * order["layers"] * order["hidden"] * order["seq"]
-    peak = devices.of_hardware(result.get("device_name", ""), None).flops.get("bf16")
+    dtype = "fp32" if order["precision"] == "no" else "bf16"
+    peak = devices.of_hardware(result.get("device_name", ""), None).flops.get(dtype)
     return {"tokens_a_s": tokens_a_s, "mfu": tokens_a_s * operations / peak if peak else None}
 
 
@@ -252,6 +281,7 @@ def plan(options: Options) -> Found:
     for changes in PLANNED:
         if options.small:
             changes = {name: value for name, value in changes.items() if name not in ("layers", "seq", "batch")}
+        changes = fitted(options, changes)
         rows.append({"changes": changes, **_planned_and_measured(options, changes)})
         yield {"rows": rows}
 
@@ -303,7 +333,8 @@ def _planned(order: Order, done: "subprocess.CompletedProcess[str]") -> dict[str
 def checkpoint(options: Options) -> Found:
     """Seconds of saving and loading, of as many layers as the folder for temporary files holds twice, at most 6 GB: two
     saves end in the section's share of the minutes also on a disk that writes 200 MB a second."""
-    layers = int(0.7 * shutil.disk_usage(tempfile.gettempdir()).free) // (2 * _bytes_of_layer(12))
+    room = int(0.35 * shutil.disk_usage(tempfile.gettempdir()).free) - _bytes_around_layers(12)
+    layers = room // _bytes_of_layer(12)
     most = SMALL["layers"] if options.small else 8
     yield measured(options, "checkpoint", "shardkit", layers=max(1, min(most, layers)))
 
@@ -312,7 +343,7 @@ def eight_bits(options: Options) -> Found:
     """Compiled steps in fp8 and mxfp8, and beside them bf16 and torchao's fp8 by hand; of what the device or torchao
     lacks the reason."""
     found: dict[str, Any] = {}
-    way: dict[str, Any] = {} if options.small else {"compiled": True, **WIDE}
+    way: dict[str, Any] = {} if options.small else {"compiled": True, **fitted(options, WIDE)}
     for precision, contestant in (("fp8", "shardkit"), ("mxfp8", "shardkit"), ("bf16", "shardkit"), ("fp8", "by hand")):
         name = precision if contestant == "shardkit" else f"{precision} {contestant}"
         if name not in ("fp8", "mxfp8") and not any("step_s" in one for one in found.values()):
@@ -353,6 +384,11 @@ def _bytes_of_layer(bytes_of_parameter: int) -> int:
     return bytes_of_parameter * 12 * BILLION["hidden"] ** 2
 
 
+def _bytes_around_layers(bytes_of_parameter: int) -> int:
+    """The same of what is not in a layer: embeddings of tokens and positions, and the head."""
+    return bytes_of_parameter * BILLION["hidden"] * (2 * BILLION["vocab"] + BILLION["seq"])
+
+
 def _most_layers(options: Options, offloaded: bool, start: int, most: int) -> Found:
     """From the start upwards while it trains, or downwards until it does, by eighths of the start."""
 
@@ -379,6 +415,13 @@ def _most_layers(options: Options, offloaded: bool, start: int, most: int) -> Fo
         raise Failed(f"not even {max(1, layers + step)} layers train")
 
 
+def _end_what_was_started_with_it() -> None:
+    """Where this process is told to end, or its terminal is gone, unless that is not to matter (nohup)."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
 # What is measured first matters most; a weight is a section's share of the time.
 SECTIONS: dict[str, tuple[Callable[[Options], Found], float]] = {
     "tests": (tests, 6.0),
@@ -391,5 +434,9 @@ SECTIONS: dict[str, tuple[Callable[[Options], Found], float]] = {
 }
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what it has started ends with it
-    main()
+    _end_what_was_started_with_it()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("benchmarks.gpu: stopped; the output has what was measured.", file=sys.stderr)
+        sys.exit(130)

@@ -18,6 +18,9 @@ from benchmarks.gpu_rank import Order
 ROOT = Path(__file__).parent.parent
 BILLION = {"layers": 22, "hidden": 2048, "heads": 16, "vocab": 32000, "seq": 2048, "batch": 4, "steps": 10}
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "seq": 32, "batch": 2, "steps": 2}
+# What its largest configuration takes, with what the allocator keeps (docs/reference/plan-accuracy.md). On less memory
+# layers and batch are fewer.
+ENOUGH_BYTES = 40 * 2**30
 OVER = "its share of the minutes is over"
 # Variables of a job around `make gpu`: each process here is one of its own, with the settings that it is given.
 OF_A_JOB = ("SHARDKIT_", "ACCELERATE_", "FSDP_", "SLURM_", "OMPI_", "PMI", "PET_", "TORCHELASTIC_", "MASTER_")
@@ -44,6 +47,10 @@ class Options:
     output: Path | None = None
     table: Path | None = None
     until: float = float("inf")
+    memory_bytes: int | None = None
+    """Of the device; None where that is not known."""
+    precision: str = "bf16"
+    """Of the runs that name none: fp32 ("no") where the device has no bf16, in which shardkit computes there."""
 
     @property
     def left_s(self) -> float:
@@ -69,8 +76,15 @@ def measured(options: Options, task: str, contestant: str, **changes: Any) -> di
 
 def order_of(options: Options, task: str, contestant: str, **changes: Any) -> Order:
     """What a process is to measure: the model of the benchmark, with these changes."""
-    shape = SMALL if options.small else BILLION
-    return Order(**{"task": task, "contestant": contestant, "device": options.device, **shape, **changes})
+    shape = SMALL if options.small else fitted(options, BILLION)
+    given = {"task": task, "contestant": contestant, "device": options.device, "precision": options.precision}
+    return Order(**{**given, **shape, **changes})
+
+
+def fitted(options: Options, shape: dict[str, Any]) -> dict[str, Any]:
+    """The shape, with as much of its layers and its batch as the device has of the memory that is enough for all."""
+    part = min(1.0, (options.memory_bytes or ENOUGH_BYTES) / ENOUGH_BYTES)
+    return {name: max(1, int(part * of)) if name in ("layers", "batch") else of for name, of in shape.items()}
 
 
 def run(options: Options, command: list[str]) -> "subprocess.CompletedProcess[str]":

@@ -27,7 +27,13 @@ def table(result: Mapping[str, Any]) -> str:
 
 def _surroundings(result: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return f"{result['device_name'] or result['device']}, {result['cores']} cores, CUDA {result['cuda']}, {versions}"
+    device = f"{result['device_name'] or result['device']}, {result['cores']} cores, CUDA {result['cuda']}"
+    return f"{device}, {versions}; a GPT of {_model(result['model'])}"
+
+
+def _model(of: Mapping[str, Any]) -> str:
+    precision = "fp32" if of["precision"] == "no" else of["precision"]
+    return f"{of['layers']} layers, width {of['hidden']:,}, {of['batch']} x {of['seq']:,} tokens, {precision}"
 
 
 def last_line(text: str) -> str:

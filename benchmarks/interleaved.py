@@ -4,6 +4,7 @@ Contestants take turns in one run, so that a machine that slows down slows all o
 ratios within each round; its interval comes from drawing rounds again (bootstrap, percentiles 2.5 and 97.5).
 """
 
+import argparse
 import json
 import os
 import platform
@@ -118,8 +119,27 @@ def summary(measured: Mapping[str, Sequence[float]], ratios: Iterable[Ratio]) ->
     }
 
 
+def writable(text: str) -> Path:
+    """For argparse: the path of a file that `write` can write, in a folder that is made. An error here and not after
+    hours of measurement."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder; name a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _begun(path).touch()
+        _begun(path).unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be written ({error.strerror}); name another file") from None
+    return path
+
+
+def _begun(path: Path) -> Path:
+    return path.with_name(f"{path.name}.begun")
+
+
 def write(path: Path, result: Mapping[str, Any]) -> None:
     """Leaves the result as JSON: the whole of it or, where this process is killed, what was there."""
-    begun = path.with_name(f"{path.name}.begun")
+    begun = _begun(path)
     begun.write_text(json.dumps(result, indent=2) + "\n")
     begun.replace(path)

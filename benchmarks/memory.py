@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import interleaved
 from shardkit.config.schema import Config, FsdpConfig
 from shardkit.model.sources import describe
 from shardkit.plan.answer import PlanRequest, row
@@ -100,8 +101,8 @@ def main() -> None:
     """Runs the cases, prints a table, writes what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases with this in their name")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--table", type=Path, help="Markdown for docs/reference/plan-accuracy.md")
+    parser.add_argument("--output", type=interleaved.writable)
+    parser.add_argument("--table", type=interleaved.writable, help="Markdown for docs/reference/plan-accuracy.md")
     options = parser.parse_args()
     results = {}
     print(f"{'case':<20}{'planned':>10}{'closed form':>13}{'measured':>10}  MiB{'error':>9}")

@@ -12,7 +12,6 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tensors", type=int, nargs="+", default=[100, 1000, 10000])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit", type=int, default=500, help="most tensors that torch's own path is asked to step")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=interleaved.writable)
     return parser.parse_args()
 
 

@@ -85,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--group", action="append", choices=list(GROUPS), help="repeatable; by default all")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=interleaved.writable)
     options = parser.parse_args()
     result = interleaved.surroundings()
     for group in options.group or GROUPS:

@@ -36,7 +36,7 @@ def main() -> None:
     for family in options.family or FAMILIES:
         measured = measure(family, task, options.ranks, options.rounds, options.steps)
         result[family] = summary(measured)
-        _show(family, measured)
+        _show(family, f"{options.ranks} ranks on {device}", measured)
     if options.output:
         interleaved.write(options.output, result)
 
@@ -50,7 +50,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="training steps in a turn")
     parser.add_argument("--family", action="append", choices=list(FAMILIES), help="repeatable; by default all")
     parser.add_argument("--cpu", action="store_true", help="CPU ranks even where GPUs are")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=interleaved.writable)
     return parser.parse_args()
 
 
@@ -98,9 +98,9 @@ def summary(measured: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _show(family: str, measured: dict[str, Any]) -> None:
+def _show(family: str, where: str, measured: dict[str, Any]) -> None:
     for title, rounds in (("seconds", measured["wall_s"]), ("CPU", measured["cpu_s"])):
-        print(f"{family.upper()}, a step, {title}")
+        print(f"{family.upper()}, {where}, a step, {title}")
         print(interleaved.table(rounds, _ratios(rounds)))
     for name, reason in measured["left_out"].items():
         print(f"  {name}: left out; {reason}")

@@ -1,6 +1,8 @@
 """The benchmarks run and write what they found. No time is compared here: that is for a quiet machine."""
 
+import argparse
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import checkpoint, contestants, faults, interleaved
+from benchmarks import checkpoint, contestants, faults, interleaved, step
 
 ROOT = Path(__file__).parent.parent
 SIZES = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 32, "seq": 8, "batch": 1, "steps": 1, "rounds": 2}
@@ -34,6 +36,13 @@ def test_step(tmp_path: Path) -> None:
         assert {len(values) for values in found["rounds"].values()} == {2}
         assert len(found["ratios"]) == len(found["rounds"]) - 1
     assert "CPU" in result["fsdp"]["left_out"]["accelerate"]
+
+
+def test_step_says_where_it_was_measured(capsys: pytest.CaptureFixture) -> None:
+    """Where there are fewer GPUs than ranks, that is the CPU."""
+    rounds = {"shardkit": [1.0], "by hand, fused AdamW": [1.0]}
+    step._show("fsdp", "2 ranks on cpu", {"wall_s": rounds, "cpu_s": rounds, "left_out": {}})
+    assert "FSDP, 2 ranks on cpu, a step, seconds\n" in capsys.readouterr().out
 
 
 @pytest.mark.loops
@@ -97,6 +106,40 @@ def test_a_missing_peer_is_left_out(package: str, setup: Callable, monkeypatch: 
     task = contestants.Task(layers=1, hidden=16, heads=2, vocab=32, seq=8, batch=1, device="cpu")
     with pytest.raises(contestants.Unavailable, match="cannot be imported"):
         setup(task)
+
+
+def without_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the processes that this one starts."""
+    (tmp_path / "accelerate.py").write_text("raise ModuleNotFoundError(\"No module named 'accelerate'\")")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+
+
+@pytest.mark.loops
+def test_faults_leaves_out_a_launcher_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_accelerate(tmp_path, monkeypatch)
+    result = result_of(tmp_path, "benchmarks.faults", "--fault", "raises", "--machines", "1", "--rounds", "1")
+    found = result["raises on 1"]
+    assert [len(found[name]) for name in ("shardkit launch", "torchrun")] == [1, 1]
+    assert "No module named 'accelerate'" in found["left_out"]["accelerate launch"]
+
+
+@pytest.mark.slow
+def test_the_wizards_first_question_is_the_one_that_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_accelerate(tmp_path, monkeypatch)
+    result = result_of(tmp_path, "benchmarks.wizard", "--rounds", "1")
+    assert result["rounds"].keys() == {"shardkit"} and result["rounds"]["shardkit"][0] > 0
+    assert "No module named" in result["left_out"]["accelerate"]
+
+
+def test_where_the_result_cannot_be_written_nothing_is_measured(tmp_path: Path) -> None:
+    assert interleaved.writable(str(tmp_path / "new" / "found.json")) == tmp_path / "new" / "found.json"
+    assert not [*(tmp_path / "new").iterdir()]
+    (tmp_path / "file").touch()
+    for name, told in (("file/found.json", "cannot be written"), ("new", "is a folder; name a file in it")):
+        with pytest.raises(argparse.ArgumentTypeError, match=told):
+            interleaved.writable(str(tmp_path / name))
 
 
 def test_turns_are_fair() -> None:

@@ -151,6 +151,47 @@ def test_inspect_finds_the_newest_and_tells_what_is_in_it(project, capsys):
     assert facts["sections"]["model"]["tied"] == {"head.weight": "embed.weight"}
 
 
+def test_a_newer_checkpoint_that_is_not_complete_is_told_where_an_older_one_is_used(project, tmp_path, capsys):
+    root = copied(project, tmp_path)
+    (root / "step-00000008" / "index.json").unlink()
+    merge = ["merge", root, "-o", tmp_path / "out", "--json"]
+    for verb in (["inspect", root], merge, ["pin", root], ["diff", root, root]):
+        assert run(["checkpoint", *map(str, verb)]) == 0
+        said = capsys.readouterr()
+        assert f"skipped step 8 ({root / 'step-00000008' / 'index.json'}: missing.); step 4 is used.\n" in said.err
+        assert verb[0] != "merge" or json.loads(said.out)["step"] == 4
+
+
+def test_what_a_run_deletes_meanwhile_is_not_told_as_skipped(project, tmp_path, capsys, monkeypatch):
+    root = copied(project, tmp_path)
+    look = folder.inspect
+
+    def look_and_delete(path):
+        if path.name == "step-00000008" and path.exists():
+            folder.remove(path)
+        return look(path)
+
+    monkeypatch.setattr(folder, "inspect", look_and_delete)
+    assert run(["checkpoint", "inspect", str(root)]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(str(root / "step-00000004")) and said.err == ""
+
+
+def test_steps_in_a_project_folder_do_not_hide_those_of_its_run(project, tmp_path, capsys):
+    root = copied(project, tmp_path)
+    shutil.copytree(root / "step-00000004", tmp_path / "step-00000006")
+    rows = json.loads(called(capsys, "list", tmp_path, "--json"))["checkpoints"]
+    assert [Path(row["path"]) for row in rows] == [
+        root / "step-00000004",
+        root / "step-00000008",
+        tmp_path / "step-00000006",
+    ]
+    assert [row["latest"] for row in rows] == [False, True, False]
+    assert str(tmp_path / "step-00000006") in called(capsys, "list", tmp_path)
+    assert called(capsys, "verify", tmp_path).count(": valid (") == 3
+    assert called(capsys, "inspect", tmp_path).startswith(str(root / "step-00000008")), "where a run resumes"
+
+
 def test_verify_names_what_is_damaged(project, tmp_path, capsys):
     assert called(capsys, "verify", project).count(": valid (") == 2
     root = copied(project, tmp_path)
@@ -343,11 +384,14 @@ def test_merge_publishes_nothing_of_damaged_bytes(project, tmp_path, capsys):
     root = copied(project, tmp_path)
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "model.safetensors").write_text("the one before")
-    for step, name in ((4, "r00001-of-00002"), (8, "model")):
-        flip(root / f"step-{step:08d}" / "model" / f"{name}.safetensors")
+    named = ((4, "model/r00001-of-00002.safetensors"), (8, "model/model.safetensors"), (8, "state/common.json"))
+    for step, name in named:
+        flip(damaged := root / f"step-{step:08d}" / name)
         arguments = ["checkpoint", "merge", str(root / f"step-{step:08d}"), "-o", str(tmp_path / "merged")]
         assert run(arguments) == EXIT_CHECKPOINT
-        assert "digest differs from the manifest (corrupted)" in capsys.readouterr().err
+        said = capsys.readouterr()
+        assert "digest differs from the manifest (corrupted)" in said.err and said.out == ""
+        flip(damaged)
     assert [path.name for path in (tmp_path / "merged").iterdir()] == ["model.safetensors"]
     assert (tmp_path / "merged" / "model.safetensors").read_text() == "the one before"
 
@@ -479,6 +523,20 @@ def test_what_is_deleted_before_it_is_merged_is_named(project, tmp_path, capsys,
     assert run(["checkpoint", "merge", str(path), "-o", str(tmp_path / "export")]) == EXIT_CHECKPOINT
     assert f"{path}: was deleted; use another checkpoint." in capsys.readouterr().err
     assert not (tmp_path / "export").exists()
+
+
+def test_what_is_deleted_while_it_is_read_is_deleted_and_not_damaged(project, tmp_path, capsys, monkeypatch):
+    path = folder.steps(copied(project, tmp_path))[0].path
+    read = verify.hash_file
+
+    def read_and_delete(*given):
+        if path.exists():
+            folder.remove(path)
+        return read(*given)
+
+    monkeypatch.setattr(verify, "hash_file", read_and_delete)
+    assert run(["checkpoint", "diff", str(path), str(project)]) == EXIT_CHECKPOINT
+    assert capsys.readouterr().err.startswith(f"{path}: was deleted; use another checkpoint.\ncheckpoint: ")
 
 
 def test_a_run_may_begin_while_prune_verifies(project, tmp_path, capsys, monkeypatch):

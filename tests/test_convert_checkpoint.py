@@ -24,6 +24,7 @@ from shardkit.checkpoint import convert, dcp, state
 from shardkit.cli.main import run
 from shardkit.errors import EXIT_CHECKPOINT, CheckpointCorrupted, CheckpointError
 from shardkit.model.prepared import Prepared
+from shardkit.runtime import step_boundary
 from tests.checkpoints import Counter, build, digest_of, dropout_off, load, train
 
 
@@ -559,6 +560,21 @@ def test_a_step_that_exists_is_not_written_again(tmp_path):
     assert str(raised.value) == f"convert: {done.path}: {text}"
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin: a file, not a folder; give the folder that"):
         convert.convert(tmp_path / "source/pytorch_model.bin", tmp_path / "out")
+
+
+def test_what_is_converted_into_a_project_is_where_its_run_looks(tmp_path, caplog):
+    (tmp_path / "source").mkdir()
+    torch.save({"w": torch.ones(2)}, tmp_path / "source/pytorch_model.bin")
+    done = convert.convert(tmp_path / "source", tmp_path / "new", step=3)
+    assert done.path == tmp_path / "new" / "step-00000003", "not yet a project"
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    done = convert.convert(tmp_path / "source", tmp_path / "run", step=3)
+    assert done.path == tmp_path / "run" / "checkpoints" / "step-00000003"
+    step_boundary._tell_of_the_start(tmp_path / "new" / "checkpoints")
+    assert f"trains from the start. It does not look at {tmp_path / 'new' / 'step-00000003'}: move" in caplog.text
+    caplog.clear()
+    step_boundary._tell_of_the_start(tmp_path / "empty" / "checkpoints")
+    assert "trains from the start." in caplog.text and "It does not look" not in caplog.text
 
 
 def test_a_checkpoint_of_shardkit_needs_no_conversion(tmp_path, capsys):

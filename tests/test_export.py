@@ -1,6 +1,7 @@
 """save_model: what plain safetensors, Transformers and peft open, from any number of ranks, whole or not at all."""
 
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -334,6 +335,34 @@ def test_a_failed_export_leaves_no_new_folder(tmp_path, monkeypatch):
         with pytest.raises(CheckpointSaveError, match="No space left on device"):
             save(nn.Linear(2, 2), tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+def test_of_two_exports_at_once_no_index_names_files_of_both(tmp_path, monkeypatch):
+    """Both begin in an empty folder; the second is killed between its renames."""
+    plans = [export.plan(dict.fromkeys(names, ("F32", (2,))), {}, 8) for names in ("ab", "cd")]
+    one, two = (export.begin(tmp_path, files) for files in plans)
+    export.publish(one)
+    replace = os.replace
+
+    def killed(source, target):
+        replace(source, target)
+        if Path(target).parent == tmp_path:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            export.publish(two)
+
+    def tensors_of():
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+        return {name for name, file in index.items() if name in load_file(tmp_path / file)}
+
+    assert tensors_of() == {"a", "b"}
+    export.discard(two)
+    again = export.begin(tmp_path, export.tagged(plans[1], "-0000aaaa"))
+    export.publish(again)
+    assert tensors_of() == {"c", "d"} and len(export.names_in(tmp_path)) == 3
 
 
 def test_other_files_and_folders_stay(tmp_path):

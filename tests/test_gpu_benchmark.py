@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,6 +75,10 @@ def test_sections_measured_in_parts_come_together(tmp_path, monkeypatch):
     found = gpu._measured_before(options, {**here, "load": 3.0})
     assert found == {"waits": {"shardkit": {"a": 1.0}}}
     assert gpu._measured_before(options, {**here, "device_name": "NVIDIA H200"}) == {}
+    for text in ("", "[1, 2]"):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(SystemExit, match=r"other\.json is not of this benchmark, or damaged"):
+            gpu._measured_before(gpu.Options(output=tmp_path / "other.json"), here)
 
     def write_half(path, text):
         path.write_bytes(text[: len(text) // 2].encode())
@@ -83,6 +88,60 @@ def test_sections_measured_in_parts_come_together(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         gpu._write(options, {**here, "waits": {"shardkit": {"a": 2.0}}})
     assert json.loads(output.read_text())["waits"] == {"shardkit": {"a": 1.0}}
+
+
+def test_what_a_stopped_section_leaves_does_not_look_complete(monkeypatch):
+    monkeypatch.setattr(gpu, "SECTIONS", {"waits": (ends, 1.0)})
+    found = gpu.measured_section("waits", gpu.Options())
+    assert "ended early: the benchmark was stopped" in [*gpu_words.lines("waits", next(found))]
+    assert [*found] == [{"shardkit": {"a": 1.0}, "by hand": {"a": 1.0}}]
+
+
+def test_a_result_that_cannot_be_written_now_ends_nothing(tmp_path, capsys):
+    gone = tmp_path / "gone" / "gpu.json"
+    gpu._write(gpu.Options(output=gone), {"small": True})
+    assert capsys.readouterr().err == f"benchmarks.gpu: {gone}.begun: not written (No such file or directory)\n"
+
+
+@pytest.mark.parametrize(("gib", "layers", "batch"), [(None, 22, 4), (80, 22, 4), (24, 13, 2), (16, 8, 1), (1, 1, 1)])
+def test_the_model_has_as_many_layers_as_the_device_has_room_for(gib, layers, batch):
+    """The whole one takes 35 GiB; on a device with less nothing was measured."""
+    options = gpu.Options(memory_bytes=gib and gib * 2**30)
+    order = gpu.order_of(options, "steps", "shardkit")
+    assert (order.layers, order.batch, order.hidden, order.steps) == (layers, batch, 2048, 10)
+    assert gpu.order_of(options, "steps", "shardkit", layers=60).layers == 60, "what is looked for is not changed"
+    assert gpu.fitted(options, {"strategy": 2, "batch": 16})["batch"] == max(1, 16 * min(40, gib or 40) // 40)
+
+
+def test_on_a_device_without_bf16_all_compute_in_fp32():
+    """shardkit trains in fp32 there, with a warning that nobody saw, and the loop by hand in bf16 that is emulated."""
+    for contestant in ("shardkit", "by hand"):
+        assert gpu.order_of(gpu.Options(precision="no"), "steps", contestant).precision == "no"
+    assert gpu.order_of(gpu.Options(precision="no"), "steps", "shardkit", precision="fp8").precision == "fp8"
+    options = gpu.Options(device="cpu", small=True)
+    assert gpu.described(options)["device"] == "cpu" and options.precision == "bf16"
+    size = {"layers": 8, "hidden": 2048, "batch": 1, "seq": 2048, "precision": "no"}
+    assert gpu_words._model(size) == "8 layers, width 2,048, 1 x 2,048 tokens, fp32"
+
+
+def test_who_takes_no_part_is_named_with_the_reason(monkeypatch):
+    monkeypatch.setattr(gpu, "measured", lambda *given, **order: {"step_s": 1.0})
+    monkeypatch.setattr(gpu, "_speed", lambda *given: {"tokens_a_s": 1.0, "mfu": None})
+    monkeypatch.setattr(gpu.interleaved, "surroundings", lambda: {"versions": {}})
+    for device, reason in (("cuda", "it is not installed"), ("cpu", "its FSDP is not measured on the device cpu")):
+        *_, found = gpu.steps(gpu.Options(device=device, rounds=1))
+        assert f"accelerate: left out ({reason})" in [*gpu_words.lines("steps", found)]
+
+
+@pytest.mark.parametrize("free_gib", [6, 8, 12, 1000])
+def test_the_folder_for_temporary_files_has_room_for_two_checkpoints(free_gib, monkeypatch):
+    seen, free_bytes = [], free_gib * 2**30
+    monkeypatch.setattr(gpu, "measured", lambda *given, layers: seen.append(layers) or {})
+    monkeypatch.setattr(gpu.shutil, "disk_usage", lambda path: SimpleNamespace(free=free_bytes))
+    assert len([*gpu.checkpoint(gpu.Options())]) == 1
+    (layers,) = seen
+    assert 2 * (12 * 135_000_000 + layers * gpu._bytes_of_layer(12)) < free_bytes
+    assert layers == 8 or free_gib < 1000
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")

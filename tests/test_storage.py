@@ -313,6 +313,26 @@ def test_retention_pins_and_marks(root, live):
     assert not [name for name in names_in(root) if "step-00000001" in name]
 
 
+@pytest.mark.parametrize("sign", ["[1]", "?", "*"])
+def test_a_name_with_the_signs_of_patterns_is_a_name(sign, live, tmp_path):
+    """fsspec's rm() deletes what a pattern matches: retention took the manifest of the run beside this one."""
+    here, beside = (place_of(f"memory:/{tmp_path}/{name}/checkpoints") for name in (f"run{sign}", "run1"))
+    save_step(live, beside, 1)
+    for step in range(1, 5):
+        save_step(live, here, step)
+    assert [found.step for found in folder.steps(here)] == [4, 3]
+    assert not [name for name in names_in(here) if "step-00000001" in name or ".tmp-" in name]
+    assert verify.damages(locate.checkpoint(beside)) == []
+
+
+def test_what_is_below_an_object_is_not_there(root, live, caplog):
+    """Stores with folders, such as sftp://, answer a request for it with an error of their own."""
+    save_step(live, root, 1)
+    assert locate.checkpoints(root) == [root / "step-00000001"]
+    assert objects.look(root / "LATEST" / "x") is None and not objects.is_there(root / "LATEST" / "x")
+    assert "try 2 of" not in caplog.text
+
+
 def test_another_run_in_the_same_place_is_noticed(root, live):
     claimed = in_store.claim(root, "mine", None)
     save_step(live, root, 1)

@@ -82,7 +82,8 @@ def convert(
     prepared: Prepared | None = None,
     weights_only: bool = False,
 ) -> Converted:
-    """Write a step folder below `root` with the state in `source`. Raises CheckpointError if it cannot be read.
+    """Write a step folder with the state in `source`, below `root` or, in a project, its `checkpoints`. Raises
+    CheckpointError if it cannot be read.
 
     Without `step`, the optimizer's step is used. `prepared` is needed only if an optimizer numbers its parameters, as
     after DDP.
@@ -98,7 +99,7 @@ def convert(
             if not step:
                 found.notes.append("its step is unknown; saved as step 0: set it with --step")
         captured = _captured(found, named, step, source)
-    final = root / folder.step_name(step)
+    final = locate.to_add_to(root) / folder.step_name(step)
     if not folder.STEP.fullmatch(final.name):
         raise CheckpointError(f"convert: --step: no such step can be resumed (got {step}); give at most 18 digits.")
     if final.exists():

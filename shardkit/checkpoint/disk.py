@@ -161,8 +161,8 @@ def reading(folder: Path, name: str, at: int | None = None) -> Iterator[int]:
     try:
         parts = name.split("/")
         for part in parts[:-1]:
-            descriptors.append(_enter(part, os.O_DIRECTORY, descriptors[-1], folder / name))
-        descriptor = _enter(parts[-1], 0, descriptors[-1], folder / name)
+            descriptors.append(_enter(part, os.O_DIRECTORY, descriptors[-1], folder, name))
+        descriptor = _enter(parts[-1], 0, descriptors[-1], folder, name)
         descriptors.append(descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise CheckpointCorrupted(f"{folder / name}: not a regular file; the checkpoint is damaged.")
@@ -187,10 +187,13 @@ def open_folder(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
-def _enter(part: str, flags: int, parent: int, where: Path) -> int:
+def _enter(part: str, flags: int, parent: int, folder: Path, name: str) -> int:
+    where = folder / name
     try:
         return os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=parent)
     except FileNotFoundError:
+        if not os.path.lexists(folder):  # as by a run's retention, while the folder is open here
+            raise CheckpointCorrupted(f"{folder}: was deleted; use another checkpoint.") from None
         raise CheckpointCorrupted(f"{where}: missing; the checkpoint is incomplete.") from None
     except OSError as error:
         raise CheckpointCorrupted(f"{where}: cannot be read ({error.strerror}).") from error

@@ -10,12 +10,13 @@ A reader that follows Transformers' rule (model.safetensors if it exists, else t
 the old export or the new one, and never a mix. Needs no torch.
 """
 
+import fcntl
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -190,7 +191,38 @@ def _refuse_without_room(folder: Path, needed: int) -> None:
 
 
 def publish(opened: Opened) -> None:
-    """Rename the finished files to their final names, and remove those of an earlier export."""
+    """Rename the finished files to their final names, and remove those of an earlier export. One export into a folder
+    after another, or an index would name files of two."""
+    with _alone_in(opened.folder):
+        _take_free_names(opened)
+        _publish(opened)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    descriptor = disk.open_folder(folder)
+    try:
+        with suppress(OSError):  # the file system may not support locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _take_free_names(opened: Opened) -> None:
+    """Other names, where another export has taken these since `begin`."""
+    tag = free_tag(opened.files, names_in(opened.folder))
+    if not tag:
+        return
+    index, before = opened.temporary / index_name(opened.stem), opened.files
+    opened.files = tagged(before, tag)
+    for old, new in zip(before, opened.files, strict=True):
+        os.replace(opened.temporary / old.name, opened.temporary / new.name)
+    index.unlink()
+    disk.write_new(index, index_of(opened.files))
+
+
+def _publish(opened: Opened) -> None:
     folder, stem = opened.folder, opened.stem
     weights = [file.name for file in opened.files]
     last = weights[0] if len(weights) == 1 else index_name(stem)  # readers open it first: renaming it is the commit

@@ -3,19 +3,23 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from shardkit.checkpoint import disk, folder, manifest
 from shardkit.checkpoint.verify import Checkpoint, open_checkpoint
 from shardkit.errors import CheckpointError
+from shardkit.log import get_logger
 from shardkit.storage import objects
 from shardkit.storage.url import Place, Url
 
 # The folder in a project in which Accelerator(project_config=...) saves step folders.
 SERIES = "checkpoints"
 
+logger = get_logger(__name__)
+
 
 def series(path: Place) -> Place:
-    """The folder of step folders: the path itself, or its `checkpoints`."""
+    """The folder of step folders: the `checkpoints` of a path, where a run looks, or the path itself."""
     root, steps = _steps_in(path)
     if not steps:
         raise _none_at(path, _named_otherwise(path))
@@ -23,9 +27,18 @@ def series(path: Place) -> Place:
 
 
 def _steps_in(path: Place) -> tuple[Place, list[folder.FoundCheckpoint]]:
-    """The path or its `checkpoints`, whichever has step folders, and these, newest first; the path if none has."""
-    both = ((one, folder.steps(one)) for one in (path, path / SERIES))
-    return next(((root, steps) for root, steps in both if steps), (path, []))
+    """A path's `checkpoints` or the path, whichever has step folders, and these, newest first; the path if none has."""
+    return next(((root, steps) for root, steps in _both(path) if steps), (path, []))
+
+
+def _both(path: Place) -> list[tuple[Place, list[folder.FoundCheckpoint]]]:
+    own = folder.steps(path)  # first: where the path cannot be read, the error names it
+    return [(path / SERIES, folder.steps(path / SERIES)), (path, own)]
+
+
+def to_add_to(path: Path) -> Path:
+    """The folder of step folders, for one more: the `checkpoints` of a path without own ones, where there is one."""
+    return path / SERIES if (path / SERIES).is_dir() and not folder.steps(path) else path
 
 
 def _named_otherwise(path: Place) -> list[Place]:
@@ -79,7 +92,8 @@ def _is_checkpoint(path: Place) -> bool:
 
 
 def checkpoint(path: Place) -> Checkpoint:
-    """The checkpoint at a path, or the newest complete one in a folder. Raises CheckpointError with the reason."""
+    """The checkpoint at a path, or the newest complete one in a folder, with a warning of newer ones that are not.
+    Raises CheckpointError with the reason."""
     with _as_checkpoint_error(path):
         path = _with_name(path)
         if _is_checkpoint(path):
@@ -88,6 +102,10 @@ def checkpoint(path: Place) -> Checkpoint:
         found, skipped = folder.newest_valid(root)
         if found is None:
             raise CheckpointError(f"{root}: none of its {len(skipped)} checkpoints is complete: {skipped[0].reason}")
+        for newer in skipped:
+            if not isinstance(newer.path, Url) and not os.path.lexists(newer.path):
+                continue  # a run has deleted it meanwhile
+            logger.warning("checkpoint: skipped step %d (%s); step %d is used.", newer.step, newer.reason, found.step)
         return open_checkpoint(found.path)
 
 
@@ -98,8 +116,8 @@ def checkpoints(path: Place) -> list[Place]:
         path = _with_name(path)
         if _is_checkpoint(path):
             return [path]
-        _, steps = _steps_in(path)
-        found = [*(one.path for one in reversed(steps)), *_named_otherwise(path)]
+        named = [one.path for _, steps in _both(path) for one in reversed(steps)]
+        found = [*named, *_named_otherwise(path)]
         if not found:
             raise _none_at(path, [])
         return found

@@ -76,18 +76,18 @@ def list_(path: Series = Path(), as_json: AsJson = False) -> int:
     from shardkit.checkpoint import folder, locate, paths
 
     found = locate.checkpoints(path)
-    parents = {item.parent for item in found}
+    latest = {parent: folder.read_latest(parent) for parent in {item.parent for item in found}}
     is_one = paths.real(found[0]) == paths.real(path)
-    root = found[0] if is_one else parents.pop() if len(parents) == 1 else path
-    latest = folder.read_latest(found[0].parent)
-    rows = [_row(item) | {"latest": item.name == latest} for item in found]
+    root = found[0] if is_one else found[0].parent if len(latest) == 1 else path
+    rows = [_row(item) | {"latest": item.name == latest[item.parent]} for item in found]
     rows = [row for row, item in zip(rows, found, strict=True) if not (row["problem"] and _is_gone(item, path))]
     if as_json:
         print(json.dumps({"root": str(root), "checkpoints": rows}, indent=2))
         return 0
     print(f"{root}: {counted(len(rows), 'checkpoint')}")
+    are_steps_in_two = len({item.parent for item in found if folder.STEP.fullmatch(item.name)}) > 1
     for row in rows:
-        print("  " + checkpoint_text.row(row))
+        print("  " + checkpoint_text.row({**row, "name": row["path"]} if are_steps_in_two else row))
     return 0
 
 
@@ -246,6 +246,7 @@ def merge(
     from shardkit.checkpoint.merge import model_bytes, models_before, of_hooks, values_left_out
 
     found = locate.checkpoint(path)
+    left_out = values_left_out(found)  # reads the checkpoint: before anything is written
     with _as_checkpoint_error(), Progress("merged", model_bytes(found)) as progress:
         written = merge_into(found, output, dtype, max_shard_size, progress.add)
     rows: list[dict[str, Any]] = [
@@ -264,7 +265,7 @@ def merge(
             "what you do not need.",
             file=sys.stderr,
         )
-    if left_out := values_left_out(found):
+    if left_out:
         print(f"note: extra state that is no tensor was not exported (got {left_out}).", file=sys.stderr)
     if added := of_hooks(found):
         print(
@@ -328,7 +329,13 @@ def convert(
     ],
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", parser=_on_disk, metavar="PATH", help="The folder of checkpoints to add it to."),
+        typer.Option(
+            "--output",
+            "-o",
+            parser=_on_disk,
+            metavar="PATH",
+            help="The folder of checkpoints, or the project folder, to add it to.",
+        ),
     ],
     step: Annotated[int | None, typer.Option(min=0, help="Its step; by default the optimizer's.")] = None,
     model: Annotated[

@@ -5,20 +5,23 @@ are done, and the loader's position matches the step, so that a state saved here
 """
 
 import gc
+from contextlib import suppress
 from functools import partial
 from weakref import WeakSet
 
 from shardkit import env
+from shardkit.checkpoint import folder
 from shardkit.distributed import accelerators, progress
 from shardkit.distributed.background_agreement import BackgroundAgreement
 from shardkit.distributed.collectives import wait_for_everyone
 from shardkit.distributed.process import has_started_group, leave
-from shardkit.errors import Preempted, UsageError
+from shardkit.errors import Preempted, ShardkitError, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import learning_rates, measure, preemption
 from shardkit.runtime.project import series_of
 from shardkit.runtime.run import Run
 from shardkit.runtime.same_modules import noticed_late
+from shardkit.storage.url import Place
 
 log = get_logger(__name__)
 
@@ -113,8 +116,18 @@ def resume(run: Run, data_position: bool = True, strict: bool = True) -> bool:
         )
     found = loading.resume(run, data_position, strict)
     if not found and run.process.is_main:
-        log.info("checkpoint.resume: no checkpoint yet in %s; this run trains from the start.", saving.root_of(run))
+        _tell_of_the_start(saving.root_of(run))
     return found
+
+
+def _tell_of_the_start(root: Place) -> None:
+    """On rank 0: no checkpoint is there to resume from; a warning where the project folder itself holds some."""
+    start = f"checkpoint.resume: no checkpoint yet in {root}; this run trains from the start."
+    with suppress(ShardkitError, OSError):
+        if beside := folder.steps(root.parent):
+            log.warning("%s It does not look at %s: move it there, or name it with --resume.", start, beside[0].path)
+            return
+    log.info(start)
 
 
 def end(run: Run) -> None:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
+from glob import has_magic
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -92,12 +93,12 @@ def file_system(url: Url) -> tuple[Any, str]:
 
 
 def _ask(url: Url, what: str, action: Callable[[Any, str], Result], tries: int = TRIES) -> Result:
-    """The result of a request. FileNotFoundError and FileExistsError are raised; after other errors it is repeated."""
+    """The result of a request. Raises what says whether an object is there; after other errors it is repeated."""
     store, name = file_system(url)
     for number in range(1, tries + 1):
         try:
             return action(store, name)
-        except (FileNotFoundError, FileExistsError):
+        except (FileNotFoundError, FileExistsError, NotADirectoryError):
             raise
         except Exception as error:
             if (trouble := refusal(url, what, error)) is not None:
@@ -151,7 +152,7 @@ def look(url: Url) -> Seen | None:
     """The size and version of an object; None if it does not exist."""
     try:
         info = _ask(url, "looking", _info)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the second of stores with folders, such as sftp://
         return None
     return None if info["type"] == "directory" else _seen(info)
 
@@ -249,7 +250,7 @@ def is_there(url: Url) -> bool:
     """Whether there is an object with this name, or any below it."""
     try:
         return bool(_ask(url, "looking", _info))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
@@ -337,7 +338,16 @@ def _whole(url: Url, size: int) -> bytes | None:
 def remove(url: Url) -> None:
     """Delete an object, and all objects below its name, if they exist."""
     with suppress(FileNotFoundError):
-        _ask(url, "deleting", lambda store, name: store.rm(name, recursive=True))
+        _ask(url, "deleting", _remove)
+
+
+def _remove(store: Any, name: str) -> None:
+    """Many at once; one by one where fsspec's rm() would take the name for a pattern, and delete what matches it."""
+    if not has_magic(name):
+        store.rm(name, recursive=True)
+        return
+    for found in store.find(name):
+        store.rm_file(found)
 
 
 # ---- capabilities of a store ----
