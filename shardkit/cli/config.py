@@ -41,7 +41,9 @@ def config(
         bool, typer.Option("--plain", help="Numbered lines instead of menus; for screen readers.")
     ] = False,
     user: Annotated[bool, typer.Option("--user", help="Save as the user's file for all projects.")] = False,
-    model: Annotated[str | None, typer.Option("--model", help="module:function, config.json or .safetensors.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="module:function, config.json, .safetensors, or llama-3.1-8b.")
+    ] = None,
 ) -> int:
     """Create a shardkit.yaml by answering a few questions; with --defaults, --set, --template or --from from flags."""
     if context.invoked_subcommand is not None:
