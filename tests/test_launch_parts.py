@@ -906,7 +906,8 @@ def test_when_ranks_are_looked_at():
     assert not is_due(plain, 5.0, 20.0)  # a script that never posts, at work
     plain[1].worked_s = 14.0
     assert is_due(plain, 5.0, 20.0)
-    assert not is_due({0: plain[1]}, 5.0, 20.0)  # alone, it waits for nobody
+    assert is_due({0: plain[1]}, 5.0, 20.0)  # the others have ended
+    assert not is_due({0: plain[1]}, 5.0, 20.0, has_peers=False)  # alone, it waits for nobody
 
 
 WAITS = Seen(stacks.Stack("train.py:1", True), is_in_collective=True)
