@@ -184,6 +184,21 @@ def test_what_is_wrong_with_one_machine_is_told_on_the_others_at_once(tmp_path):
     assert f": disk: {tmp_path / 'file' / 'in'} cannot be written (Not a directory)" in other.text()
 
 
+@pytest.mark.slow
+def test_a_wrong_file_of_one_machine_is_told_on_the_others_at_once(tmp_path):
+    flags = ["-n", "2", "--num-machines", "2", "--main", f"127.0.0.1:{free_port()}", "--machine-rank"]
+    (folder(tmp_path, 1) / "own.yaml").write_text("mixed_precision: bf17\n")
+    other = Running(folder(tmp_path, 0), words=[*COMMAND, *flags, "0"])
+    try:
+        words = [*COMMAND, *flags, "1", "--config", "own.yaml"]
+        one = subprocess.run(words, cwd=folder(tmp_path, 1), capture_output=True, text=True, timeout=60, check=False)
+        assert (one.returncode, other.end()) == (2, 4), one.stderr + other.text()
+    finally:
+        other.close()
+    assert "own.yaml:1:18: mixed_precision: " in one.stderr
+    assert "): own.yaml:1:18: mixed_precision: " in other.text()
+
+
 def folder_of(folders):
     place = process.start(Config(num_processes=2, use_cpu=True))
     return doctor_ranks.shared_folder(place, folders[place.rank], [0, 1])

@@ -206,7 +206,8 @@ def test_a_machine_alone_says_whom_it_waits_for_and_gives_up(tmp_path, machine, 
 
 
 @is_slow
-def test_a_machine_that_is_stopped_while_another_is_missing_is_named(tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_machine_that_is_stopped_while_another_is_missing_is_named(tmp_path, number, code):
     port = free_port()
     words = ["-n", "3", "--num-machines", "3", "--main", f"127.0.0.1:{port}"]
     with (
@@ -214,8 +215,8 @@ def test_a_machine_that_is_stopped_while_another_is_missing_is_named(tmp_path):
         running(folder(tmp_path, 1), *words, "--machine-rank", "1", script("world")) as second,
     ):
         first.wait_for(r"waiting for machines, 2 of 3 are here \(missing: 2\)")
-        second.process.send_signal(signal.SIGINT)
-        assert (first.end(), second.end()) == (4, 130), first.text() + second.text()
+        second.process.send_signal(number)
+        assert (first.end(), second.end()) == (4, code), first.text() + second.text()
     assert "launch: lost machine 1 before the ranks started: the launcher there has ended" in first.text()
     assert "Traceback" not in first.text()
 

@@ -819,6 +819,11 @@ def fail_because_of_a_lost_peer():
         raise ValueError("saving failed") from problem
 
 
+class WithoutText(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("text")
+
+
 def test_an_exception_becomes_a_record():
     lost = failure.describe(0, raised(lose_peer), set())
     assert lost.is_lost_peer
@@ -830,6 +835,7 @@ def test_an_exception_becomes_a_record():
     assert "test_launch_parts" not in failure.describe(0, raised(lose_peer), {__file__}).traceback
     assert failure.message_of(ConfigError(["one", "two", "three", "four"])).splitlines()[-1] == "four"
     assert failure.message_of(ValueError("one\ntwo\n\nthree\nfour")) == "one\ntwo\nthree"
+    assert failure.message_of(WithoutText()) == "<exception str() failed>"
     assert failure.exit_code_of(SystemExit(5)) == 5
     assert failure.exit_code_of(SystemExit("words")) == 1
     assert failure.exit_code_of(SystemExit()) == 0

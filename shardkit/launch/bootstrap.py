@@ -199,7 +199,7 @@ def report(folder: Path, rank: int, error: BaseException, log_file: BinaryIO) ->
     except OSError as problem:  # the launcher's temporary folder is full or was removed
         print(f"{text.rstrip()}\nlaunch: the error above could not be reported: {problem}", file=sys.stderr)
     call_own_hook(error, log_file)
-    if code == EXIT_PREEMPTED or failure.collectives_of(str(error)):  # let the other ranks report, too
+    if code == EXIT_PREEMPTED or failure.collectives_of(failure.text_of(error)):  # let the other ranks report, too
         leave_together(folder)
     return code
 
