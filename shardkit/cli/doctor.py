@@ -120,27 +120,46 @@ def together(config: "Config", config_name: str, folder: Path, here: "Machine", 
 
     limits = config.shardkit.launch
     soon = {f"shardkit.launch.{name}": f"{min(getattr(limits, name), most):g}" for name, most in PATIENCE_S.items()}
-    logs = Path(tempfile.mkdtemp(prefix="shardkit-doctor-"))  # no TemporaryDirectory: forked ranks would remove it
     try:
-        launched = spec.launch_spec(
-            files.overlaid(config, {**soon, **ONCE, "shardkit.launch.log_dir": str(logs)}),
-            str(Path(ranks_files.__file__).with_name("ranks.py")),
-            config_name=config_name,
-            cores=here.cores,
-            has_prefix=False,
-            variables=env.copy(),
-            more_variables={ranks_files.FOLDER: str(folder)},
-            kind=here.kind,
-        )
-        (logs / ranks_files.OWN).write_text(json.dumps(findings.as_json(own)))
-        attempts.run(launched)
-        result: dict[str, Any] = json.loads((logs / ranks_files.RESULT).read_text())
+        with folder_of_logs() as logs:
+            launched = spec.launch_spec(
+                files.overlaid(config, {**soon, **ONCE, "shardkit.launch.log_dir": str(logs)}),
+                str(Path(ranks_files.__file__).with_name("ranks.py")),
+                config_name=config_name,
+                cores=here.cores,
+                has_prefix=False,
+                variables=env.copy(),
+                more_variables={ranks_files.FOLDER: str(folder)},
+                kind=here.kind,
+            )
+            (logs / ranks_files.OWN).write_text(json.dumps(findings.as_json(own)))
+            attempts.run(launched)
+            result: dict[str, Any] = json.loads((logs / ranks_files.RESULT).read_text())
     except ShardkitError as error:
         failed = Finding("ranks", str(error).removeprefix("launch: ").replace("\nlaunch: ", "\n"), Level.ERROR)
         return {"machines": {}, "findings": findings.as_json([*own, failed]), "measured": []}
-    finally:
-        shutil.rmtree(logs, ignore_errors=True)
     return result
+
+
+@contextmanager
+def folder_of_logs() -> Iterator[Path]:
+    """A temporary folder. It stays where an error names it, for the logs of the ranks that failed."""
+    from shardkit.errors import ShardkitError
+    from shardkit.launch import folders
+
+    logs = Path(tempfile.mkdtemp(prefix=f"{folders.PREFIX}doctor-"))  # a TemporaryDirectory forked ranks would remove
+    is_named = False
+    try:
+        with folders.locked(logs):  # where this process is killed, the next launch removes it
+            yield logs
+    except ShardkitError as error:
+        is_named = folders.short(logs) in str(error)
+        raise
+    finally:
+        if is_named:
+            (logs / folders.IN_USE).unlink(missing_ok=True)
+        else:
+            shutil.rmtree(logs, ignore_errors=True)
 
 
 def say(text: str) -> None:
