@@ -522,6 +522,9 @@ def test_the_digest_leaves_out_what_differs_from_machine_to_machine():
     assert files.digest(config) == files.digest(
         config.model_copy(update={"machine_rank": 1, "gpu_ids": "1", "main_process_ip": "localhost"})
     )
+    own = {"show": "0", "start": "exec", "threads_per_rank": "3", "log_dir": "logs"}  # of its screen, cores, disks
+    here = files.overlaid(config, {f"shardkit.launch.{name}": value for name, value in own.items()})
+    assert files.digest(config) == files.digest(here)
     assert files.digest(config) != files.digest(config.model_copy(update={"mixed_precision": "bf16"}))
     assert len(files.digest(config)) == len(hashlib.sha256().hexdigest())
 

@@ -1,6 +1,7 @@
 """`shardkit doctor`: what it finds on a machine, between ranks, and between machines."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from shardkit.distributed import process
 from shardkit.doctor import findings, machine
 from shardkit.doctor import ranks as doctor_ranks
 from shardkit.doctor.findings import Finding, Level
-from shardkit.launch import meeting
+from shardkit.launch import folders, meeting
 from shardkit.launch.preflight import Machine
 from tests.network import ADDRESSES, folder, two_machines
 from tests.test_launch import Running, free_port
@@ -32,7 +33,7 @@ def config(**settings) -> Config:
 
 def test_findings_go_over_the_wire_and_are_read():
     rows = [
-        Finding("disk", "full", Level.ERROR, "free some", 1),
+        Finding("disk", "full\nreally", Level.ERROR, "free some", 1),
         Finding("cores", "2", Level.WARNING),
         Finding("a", "b"),
     ]
@@ -40,6 +41,7 @@ def test_findings_go_over_the_wire_and_are_read():
     assert findings.has_error(rows) and not findings.has_error(rows[1:])
     assert findings.render(rows, 2).splitlines() == [
         "error       1  disk   full",
+        "                      really",
         "                      -> free some",
         "warning   all  cores  2",
         "ok        all  a      b",
@@ -133,6 +135,21 @@ def test_all_wrong_flags_are_told_at_once(capsys):
 
 
 @pytest.mark.slow
+def test_the_logs_of_ranks_that_failed_stay_and_those_of_a_killed_doctor_do_not(tmp_path):
+    killed = tmp_path / f"{folders.PREFIX}doctor-killed"
+    killed.mkdir()
+    (killed / folders.IN_USE).touch()
+    variables = os.environ | {"GLOO_SOCKET_IFNAME": "nowhere", "TMPDIR": str(tmp_path)}
+    words, here = [*COMMAND, "-n", "2"], folder(tmp_path, 0)
+    done = subprocess.run(words, cwd=here, env=variables, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 4, done.stderr
+    [kept] = tmp_path.glob(f"{folders.PREFIX}*")
+    assert f"logs     {kept}/rank" in done.stdout
+    assert "Unable to find address for: nowhere" in "".join(log.read_text() for log in kept.glob("rank*.log"))
+    assert not (kept / folders.IN_USE).exists()  # the next launch would remove it
+
+
+@pytest.mark.slow
 def test_one_machine_with_two_ranks(tmp_path):
     done = subprocess.run(
         [*COMMAND, "-n", "2", "--json", "--folder", "not/there"],
@@ -182,6 +199,21 @@ def test_what_is_wrong_with_one_machine_is_told_on_the_others_at_once(tmp_path):
     finally:
         other.close()
     assert f": disk: {tmp_path / 'file' / 'in'} cannot be written (Not a directory)" in other.text()
+
+
+@pytest.mark.slow
+def test_a_wrong_file_of_one_machine_is_told_on_the_others_at_once(tmp_path):
+    flags = ["-n", "2", "--num-machines", "2", "--main", f"127.0.0.1:{free_port()}", "--machine-rank"]
+    (folder(tmp_path, 1) / "own.yaml").write_text("mixed_precision: bf17\n")
+    other = Running(folder(tmp_path, 0), words=[*COMMAND, *flags, "0"])
+    try:
+        words = [*COMMAND, *flags, "1", "--config", "own.yaml"]
+        one = subprocess.run(words, cwd=folder(tmp_path, 1), capture_output=True, text=True, timeout=60, check=False)
+        assert (one.returncode, other.end()) == (2, 4), one.stderr + other.text()
+    finally:
+        other.close()
+    assert "own.yaml:1:18: mixed_precision: " in one.stderr
+    assert "): own.yaml:1:18: mixed_precision: " in other.text()
 
 
 def folder_of(folders):

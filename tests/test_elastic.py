@@ -105,6 +105,8 @@ def test_a_launch_in_a_smaller_world_knows_the_full_one_and_keeps_the_batch(monk
     here = "shardkit launch (2 of 4 machines)"  # the table of the ranks shows 2, and not that the file says so
     assert own.origins == {"num_machines": here, "num_processes": here, "use_cpu": "shardkit.yaml:1:1"}
     assert own.environment["SHARDKIT_FULL_WORLD_SIZE"] == "8"
+    always_full = membership.spec_for(launch_spec(config(machines=2, least=2), "train.py"), generation, 1)
+    assert "SHARDKIT_FULL_WORLD_SIZE" not in always_full.environment
     assert own.environment["SHARDKIT_NUM_PROCESSES"] == "4"
     assert own.environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "6"  # for scripts on Accelerate
     assert membership.announcement(spec, generation, membership.usable_sizes(spec.config)).splitlines() == [

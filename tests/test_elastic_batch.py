@@ -71,6 +71,25 @@ def in_half_of_an_elastic_run(path: str) -> None:
         del os.environ["SHARDKIT_FULL_WORLD_SIZE"]
 
 
+def in_all_of_an_elastic_run(_: int) -> None:
+    os.environ["SHARDKIT_FULL_WORLD_SIZE"] = "1"
+    try:
+        (told,) = trained(4)
+        assert told == (
+            "elastic: the global batch would not be kept where machines are lost, and the run would end (got an "
+            "optimizer step after 1 of 1 micro-batches, outside of accumulate()); put forward, backward and step into "
+            "`with accelerator.accumulate(model):`, or give batches of all ranks: Accelerator(split_batches=True). A "
+            "loop that counts accelerator.gradient_accumulation_steps itself goes on."
+        )
+        assert trained(4, split_batches=True) == []
+    finally:
+        del os.environ["SHARDKIT_FULL_WORLD_SIZE"]
+
+
+def test_a_loop_that_the_first_lost_machine_would_end_is_told_so_while_all_are_there(ranks):
+    ranks.run(1, in_all_of_an_elastic_run, 0)
+
+
 def test_a_loop_without_accumulate_is_told_that_its_losses_are_divided_all_the_same(ranks):
     ranks.run(1, ordinary, 0)
 

@@ -206,7 +206,8 @@ def test_a_machine_alone_says_whom_it_waits_for_and_gives_up(tmp_path, machine, 
 
 
 @is_slow
-def test_a_machine_that_is_stopped_while_another_is_missing_is_named(tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_machine_that_is_stopped_while_another_is_missing_is_named(tmp_path, number, code):
     port = free_port()
     words = ["-n", "3", "--num-machines", "3", "--main", f"127.0.0.1:{port}"]
     with (
@@ -214,8 +215,8 @@ def test_a_machine_that_is_stopped_while_another_is_missing_is_named(tmp_path):
         running(folder(tmp_path, 1), *words, "--machine-rank", "1", script("world")) as second,
     ):
         first.wait_for(r"waiting for machines, 2 of 3 are here \(missing: 2\)")
-        second.process.send_signal(signal.SIGINT)
-        assert (first.end(), second.end()) == (4, 130), first.text() + second.text()
+        second.process.send_signal(number)
+        assert (first.end(), second.end()) == (4, code), first.text() + second.text()
     assert "launch: lost machine 1 before the ranks started: the launcher there has ended" in first.text()
     assert "Traceback" not in first.text()
 
@@ -231,8 +232,8 @@ def test_machines_that_start_differently_all_end_and_name_what_differs(tmp_path)
     assert not list(logs(folder(tmp_path, 0)).glob("rank*"))
 
 
-def config_of(machine: int, port: int) -> Config:
-    given = {"num_processes": 2, "num_machines": 2, "use_cpu": True, "main_process_ip": "127.0.0.1"}
+def config_of(machine: int, port: int, **others: int) -> Config:
+    given = {"num_processes": 2, "num_machines": 2, "use_cpu": True, "main_process_ip": "127.0.0.1", **others}
     return Config(**given, main_process_port=port, machine_rank=machine)
 
 
@@ -297,6 +298,32 @@ def test_a_machine_whose_number_is_taken_ends_nothing():
     store.set("machine/1", store_client.sealed({"host": "here", "pid": 1}))
     meeting.decline(config_of(1, port), "launch: script train.py does not exist; check the path.")
     assert not store.check(["said/greeting/1"]) and not store.check(["refused"])
+
+
+def test_a_machine_that_is_started_again_takes_no_part_in_a_run_that_has_begun():
+    port = free_port()
+    store = stores.hosted("127.0.0.1", port)
+    store.set("machine/1", store_client.sealed({"host": "here", "pid": 1}))
+    again = launch_spec(config_of(1, port), "train.py")
+    with (
+        pytest.raises(ConfigError, match=r"machine_rank 1 is already used by here \(pid 1\); give each"),
+        meeting.opened(again, greeting(again), print),
+    ):
+        pass
+    # signs of life and a farewell in the name of the first one would end that run
+    assert not any(store.check([key]) for key in ("beat/1", "left/1", "said/greeting/1", "refused"))
+
+
+def test_a_machine_of_a_larger_run_is_told_that_a_smaller_one_trains():
+    port = free_port()
+    store = stores.hosted("127.0.0.1", port)
+    two = {number: greeting(launch_spec(config_of(number, port), "train.py")) for number in (0, 1)}
+    store.set("all/greeting", store_client.sealed(two))
+    third = launch_spec(config_of(2, port, num_machines=3, num_processes=3), "train.py")
+    says = r"launch: num_machines: 2 on machine 0 \(.+\), 3 on machine 2 \(.+\)\.\n(.+\n)*.* run goes on without this"
+    with pytest.raises(ConfigError, match=says), meeting.opened(third, greeting(third), print):
+        pass
+    assert not store.check(["refused"])
 
 
 def test_every_version_and_setting_that_differs_is_named():

@@ -20,7 +20,7 @@ import pytest
 
 from shardkit import env
 from shardkit.cli import main as command_line
-from shardkit.config import files
+from shardkit.config import files, hardware
 from shardkit.config.command import settings_from
 from shardkit.config.layers import FlagValue, flag_layer
 from shardkit.config.schema import Config
@@ -185,6 +185,17 @@ def test_flags_that_change_what_runs_are_refused_with_what_to_do(flag, capsys):
     assert command_line.run(["launch", flag, "train.py"]) == 2
     name = flag.partition("=")[0].replace("_", "-")
     assert re.match(rf"{name}: .*; \w+ .*\.$", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("word", "devices", "ranks"), [("gpu", 4, 4), ("auto", 4, 4), ("auto", 0, 6), ("cpu", 4, 6)])
+def test_torchruns_words_for_the_ranks_of_a_machine_count_what_is_here(monkeypatch, word, devices, ranks):
+    found = hardware.Hardware((hardware.Device("H100", 2**36, "cuda"),) * devices, 6, 2**40)
+    monkeypatch.setattr(hardware, "detect", lambda: found)
+    words = flags.in_our_words(["--nnodes=2", f"--nproc-per-node={word}", "train.py"], set())
+    assert words == ["-n", str(2 * ranks), "--num-machines", "2", "train.py"]
+    monkeypatch.setattr(hardware, "detect", lambda: replace(found, devices=()))
+    with pytest.raises(UsageError, match=r"--nproc-per-node: this machine has no GPU \(got gpu\); write a number"):
+        flags.in_our_words(["--nproc-per-node", "gpu"], set())
 
 
 def test_keys_of_accelerates_files_are_settings_of_a_command_too():
@@ -825,6 +836,11 @@ def fail_because_of_a_lost_peer():
         raise ValueError("saving failed") from problem
 
 
+class WithoutText(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("text")
+
+
 def test_an_exception_becomes_a_record():
     lost = failure.describe(0, raised(lose_peer), set())
     assert lost.is_lost_peer
@@ -836,6 +852,7 @@ def test_an_exception_becomes_a_record():
     assert "test_launch_parts" not in failure.describe(0, raised(lose_peer), {__file__}).traceback
     assert failure.message_of(ConfigError(["one", "two", "three", "four"])).splitlines()[-1] == "four"
     assert failure.message_of(ValueError("one\ntwo\n\nthree\nfour")) == "one\ntwo\nthree"
+    assert failure.message_of(WithoutText()) == "<exception str() failed>"
     assert failure.exit_code_of(SystemExit(5)) == 5
     assert failure.exit_code_of(SystemExit("words")) == 1
     assert failure.exit_code_of(SystemExit()) == 0
@@ -912,7 +929,8 @@ def test_when_ranks_are_looked_at():
     assert not is_due(plain, 5.0, 20.0)  # a script that never posts, at work
     plain[1].worked_s = 14.0
     assert is_due(plain, 5.0, 20.0)
-    assert not is_due({0: plain[1]}, 5.0, 20.0)  # alone, it waits for nobody
+    assert is_due({0: plain[1]}, 5.0, 20.0)  # the others have ended
+    assert not is_due({0: plain[1]}, 5.0, 20.0, has_peers=False)  # alone, it waits for nobody
 
 
 WAITS = Seen(stacks.Stack("train.py:1", True), is_in_collective=True)

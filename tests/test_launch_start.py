@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,24 @@ def test_a_forked_rank_is_what_a_fresh_one_is(tmp_path):
     fresh, forked = portrait(tmp_path, "exec"), portrait(tmp_path, "fork")
     for name, value in fresh.items():
         assert forked[name] == value, name
+
+
+KILLED = """
+import os, signal, torch
+from torch.utils.data import DataLoader
+for batch in DataLoader(torch.arange(8), num_workers=1):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@is_slow
+@pytest.mark.parametrize("start", ["exec", "fork"])
+def test_ranks_that_are_killed_leave_no_temporary_files(tmp_path, start):
+    (tmp_path / "train.py").write_text(KILLED)
+    with tempfile.TemporaryDirectory() as place:  # a short path, as sockets need
+        done = launch(tmp_path, "-n", "1", "--start", start, "train.py", TMPDIR=place)
+        assert done.returncode == 137, done.stderr
+        assert not os.listdir(place)
 
 
 RANDOM = """

@@ -205,6 +205,15 @@ def test_a_jobset_and_a_train_job(capsys):
     assert alone["spec"]["runtimeRef"] == {"name": "torch-distributed"}
 
 
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [("01_train.py", "job-01-train"), ("__main__.py", "main"), (f"{'my_long_' * 8}.py", ("my-long-" * 5).rstrip("-"))],
+)
+def test_a_job_is_named_for_its_script_as_kubernetes_takes_it(capsys, script, name):
+    [jobset] = objects(submit(capsys, "--to", "jobset", "--image", "team/train:1", script)[0])
+    assert jobset["metadata"]["name"] == name
+
+
 def test_a_clusters_own_runtime_leaves_restarts_to_the_launch(capsys):
     words = [*IMAGE, "--option", "runtime=torch-distributed", "--restarts", "3"]
     [alone] = objects(submit(capsys, "--to", "kubeflow", *words, "train.py")[0])

@@ -45,7 +45,7 @@ def doctor(
     as `shardkit launch`. The exit code is not 0 if a run would fail."""
     from shardkit.config import files
     from shardkit.config.command import settings_from
-    from shardkit.launch import flags
+    from shardkit.launch import declining, flags
 
     given = {
         "num_processes": options.by("--num-processes", processes),
@@ -57,6 +57,8 @@ def doctor(
         given, (flags.main_settings, main), *((settings_from, [setting]) for setting in settings or [])
     )
     loaded = problems.of(files.resolve, config, chosen)
+    if problems.lines and (known := declining.with_address(config, chosen)):
+        declining.tell_others(known.config, "\n".join(problems.lines))
     problems.raise_all()
     assert loaded is not None
     return examine(loaded.config, str(loaded.path or "defaults for this machine"), folder.resolve(), as_json)
@@ -67,7 +69,9 @@ def examine(config: "Config", config_name: str, folder: Path, as_json: bool) -> 
     from shardkit import env
     from shardkit.config import hardware
     from shardkit.doctor import findings, machine
+    from shardkit.doctor.findings import Level
     from shardkit.errors import EXIT_MACHINE
+    from shardkit.launch import declining
     from shardkit.launch.preflight import Machine
 
     here = Machine.of(hardware.detect())
@@ -79,7 +83,8 @@ def examine(config: "Config", config_name: str, folder: Path, as_json: bool) -> 
         ]
         if findings.has_error(own):
             say("a run would not start here, so the ranks are not tested")
-            tell_others(config, own)
+            reasons = [f"{one.check}: {one.found}" for one in own if one.level is Level.ERROR]
+            declining.tell_others(config, "\n".join(reasons))
             result: dict[str, Any] = {"machines": {}, "findings": findings.as_json(own), "measured": []}
         else:
             result = together(config, config_name, folder, here, own)
@@ -89,19 +94,6 @@ def examine(config: "Config", config_name: str, folder: Path, as_json: bool) -> 
     else:
         print(findings.render(rows, config.num_machines))
     return EXIT_MACHINE if findings.has_error(rows) else 0
-
-
-def tell_others(config: "Config", own: list["Finding"]) -> None:
-    """Tell the other machines what is wrong with this one, for which they wait."""
-    from shardkit.doctor.findings import Level
-
-    if config.num_machines == 1 or config.main_process_ip is None:
-        return
-    try:
-        from shardkit.launch import meeting
-    except Exception:  # it loads torch, which may be what this machine lacks
-        return
-    meeting.decline(config, "\n".join(f"{one.check}: {one.found}" for one in own if one.level is Level.ERROR))
 
 
 @contextmanager
@@ -128,27 +120,46 @@ def together(config: "Config", config_name: str, folder: Path, here: "Machine", 
 
     limits = config.shardkit.launch
     soon = {f"shardkit.launch.{name}": f"{min(getattr(limits, name), most):g}" for name, most in PATIENCE_S.items()}
-    logs = Path(tempfile.mkdtemp(prefix="shardkit-doctor-"))  # no TemporaryDirectory: forked ranks would remove it
     try:
-        launched = spec.launch_spec(
-            files.overlaid(config, {**soon, **ONCE, "shardkit.launch.log_dir": str(logs)}),
-            str(Path(ranks_files.__file__).with_name("ranks.py")),
-            config_name=config_name,
-            cores=here.cores,
-            has_prefix=False,
-            variables=env.copy(),
-            more_variables={ranks_files.FOLDER: str(folder)},
-            kind=here.kind,
-        )
-        (logs / ranks_files.OWN).write_text(json.dumps(findings.as_json(own)))
-        attempts.run(launched)
-        result: dict[str, Any] = json.loads((logs / ranks_files.RESULT).read_text())
+        with folder_of_logs() as logs:
+            launched = spec.launch_spec(
+                files.overlaid(config, {**soon, **ONCE, "shardkit.launch.log_dir": str(logs)}),
+                str(Path(ranks_files.__file__).with_name("ranks.py")),
+                config_name=config_name,
+                cores=here.cores,
+                has_prefix=False,
+                variables=env.copy(),
+                more_variables={ranks_files.FOLDER: str(folder)},
+                kind=here.kind,
+            )
+            (logs / ranks_files.OWN).write_text(json.dumps(findings.as_json(own)))
+            attempts.run(launched)
+            result: dict[str, Any] = json.loads((logs / ranks_files.RESULT).read_text())
     except ShardkitError as error:
         failed = Finding("ranks", str(error).removeprefix("launch: ").replace("\nlaunch: ", "\n"), Level.ERROR)
         return {"machines": {}, "findings": findings.as_json([*own, failed]), "measured": []}
-    finally:
-        shutil.rmtree(logs, ignore_errors=True)
     return result
+
+
+@contextmanager
+def folder_of_logs() -> Iterator[Path]:
+    """A temporary folder. It stays where an error names it, for the logs of the ranks that failed."""
+    from shardkit.errors import ShardkitError
+    from shardkit.launch import folders
+
+    logs = Path(tempfile.mkdtemp(prefix=f"{folders.PREFIX}doctor-"))  # a TemporaryDirectory forked ranks would remove
+    is_named = False
+    try:
+        with folders.locked(logs):  # where this process is killed, the next launch removes it
+            yield logs
+    except ShardkitError as error:
+        is_named = folders.short(logs) in str(error)
+        raise
+    finally:
+        if is_named:
+            (logs / folders.IN_USE).unlink(missing_ok=True)
+        else:
+            shutil.rmtree(logs, ignore_errors=True)
 
 
 def say(text: str) -> None:

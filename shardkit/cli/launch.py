@@ -170,7 +170,7 @@ def start(
     import json
 
     from shardkit import env
-    from shardkit.launch import attempts, generations, membership, preflight, spec
+    from shardkit.launch import attempts, declining, generations, membership, preflight, spec
 
     loaded, machine = checked(command, is_module, path, settings, problems, switches, dry_run)
     if preflight.is_on_pod(loaded.config):
@@ -188,7 +188,7 @@ def start(
         variables=env.copy(),
         origins=loaded.chosen,
         more_variables=_compat_variables(switches),
-        has_number=has_number(loaded),
+        has_number=declining.has_number(loaded),
         kind=machine.kind,
     )
     if dry_run:
@@ -203,19 +203,13 @@ def start(
         typer.echo(beside_the_plan(loaded.config, loaded.path, folder))
 
 
-def has_number(loaded: Any) -> bool:
-    """Whether somebody, or the scheduler, gave this machine its number."""
-    origin = loaded.origins.get("machine_rank")
-    return origin is not None and origin.kind != "default"
-
-
 def _is_awaited(loaded: Any) -> bool:
     """Whether other machines wait for this one. Those of an elastic run wait for none in particular."""
-    from shardkit.launch import preflight
+    from shardkit.launch import declining, preflight
 
     config = loaded.config
     is_fixed = config.num_machines > 1 and config.shardkit.launch.min_machines is None
-    return is_fixed and has_number(loaded) and not preflight.is_on_pod(config)
+    return is_fixed and declining.has_number(loaded) and not preflight.is_on_pod(config)
 
 
 def _problem_of_series(config: Any) -> list[str]:
@@ -250,22 +244,17 @@ def _raise_all(problems: "list[Problem]", decline: Callable[[str], None] | None)
 
 def _decline(loaded: Any, text: str) -> None:
     """Tell the other machines why this one does not come, where they wait for it."""
-    if not _is_awaited(loaded):
-        return
-    try:
-        from shardkit.launch import meeting
-    except Exception:  # it loads torch, which may be what this machine lacks
-        return
-    meeting.decline(loaded.config, text.rpartition("\n")[0])  # without the line that counts the problems
+    from shardkit.launch import declining
+
+    if _is_awaited(loaded):
+        declining.tell_others(loaded.config, text.rpartition("\n")[0])  # without the line that counts the problems
 
 
 def _decline_what_is_known(path: Path | None, settings: dict[str, str], text: str) -> None:
-    """The same where the configuration has problems: its address may be right all the same, as that of flags and of a
-    scheduler is. Not at the default port, where another run may meet."""
-    from shardkit.config import files
+    """The same where the configuration has problems."""
+    from shardkit.launch import declining
 
-    loaded = files.readable_part(path, settings)
-    if loaded.config.main_process_ip and loaded.config.main_process_port:
+    if loaded := declining.with_address(path, settings):
         _decline(loaded, text)
 
 
@@ -324,7 +313,7 @@ def checked(
 
     from shardkit import env
     from shardkit.config import files, hardware
-    from shardkit.launch import environment, pod, preflight, spec
+    from shardkit.launch import declining, environment, pod, preflight, spec
     from shardkit.launch.preflight import Machine, Problem
 
     problems = [Problem(text) for text in flag_problems]
@@ -343,10 +332,10 @@ def checked(
     machine = Machine.of(found)
     if switches.force:
         machine = replace(machine, memory_bytes=None)
-    found_problems = preflight.run_problems(loaded.config, machine, variables, has_number(loaded))
+    found_problems = preflight.run_problems(loaded.config, machine, variables, declining.has_number(loaded))
     if preflight.is_on_pod(loaded.config):
         found_problems += map(Problem, pod.problem_of_number(loaded.config, "machine_rank" in settings))
-    elif not (dry_run or has_number(loaded)):
+    elif not (dry_run or declining.has_number(loaded)):
         found_problems += preflight.number_problems(loaded.config, found.scheduler)
     found_problems += map(Problem, _problem_of_series(loaded.config))
     _raise_all([*problems, *found_problems], None if dry_run else partial(_decline, loaded))

@@ -35,7 +35,8 @@ ACCELERATE_NAMES = ("accelerate.yaml", "accelerate.yml", "accelerate_config.yaml
 # Users fix the first problems first.
 _SHOWN_PROBLEMS = 10
 _OF_A_MACHINE = {"machine_rank", "main_process_ip", "gpu_ids"}
-_OF_A_MACHINE |= {"shardkit.launch.log_dir", "shardkit.launch.bind_address"}
+_OF_ITS_RANKS = ("log_dir", "bind_address", "show", "start", "threads_per_rank")
+_OF_A_MACHINE |= {f"shardkit.launch.{name}" for name in _OF_ITS_RANKS}
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,8 @@ def digest(config: Config) -> str:
 
 def shared_values(config: Config) -> dict[str, Any]:
     """Every setting by its name in Python, as JSON, without those that may differ between machines: the machine's
-    number, its spelling of machine 0's address, its GPUs, its log folder and bind address."""
+    number, its spelling of machine 0's address, its GPUs, its log folder and bind address, how it starts its
+    ranks, with how many threads, and which it shows."""
     values = {".".join(path): value_at(config, path) for path in all_keys()}
     return {name: to_jsonable_python(value) for name, value in values.items() if name not in _OF_A_MACHINE}
 

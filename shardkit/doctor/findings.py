@@ -45,9 +45,12 @@ def render(findings: Sequence[Finding], machines: int) -> str:
     lines = []
     for finding in findings:
         where = "" if machines == 1 else f"{'all' if finding.machine is None else finding.machine:>4}  "
-        lines.append(f"{finding.level.name.lower():<8} {where}{finding.check:<{width}}  {finding.found}")
+        below = f"{'':<8} {'':<{len(where)}}{'':<{width}}  "
+        first, *more = finding.found.split("\n")
+        lines.append(f"{finding.level.name.lower():<8} {where}{finding.check:<{width}}  {first}")
+        lines += [f"{below}{line}" for line in more]
         if finding.change:
-            lines.append(f"{'':<8} {'':<{len(where)}}{'':<{width}}  -> {finding.change}")
+            lines.append(f"{below}-> {finding.change}")
     return "\n".join([*lines, summary(findings)])
 
 

@@ -83,7 +83,7 @@ def run(spec: LaunchSpec) -> Path:
     Raises RankFailure, HangError, Preempted, MachineError, or KeyboardInterrupt.
     """
     restarts = Restarts(spec.launch.max_restarts)
-    with around(spec) as (start, log_dir):
+    with around(spec) as (start, log_dir), signals.end_it_with_an_error():
         from shardkit.launch import meeting
 
         with meeting.opened(spec, greeting(spec), say) as machines:

@@ -34,6 +34,8 @@ from shardkit.fast_exit import exit_without_torch_teardown
 from shardkit.launch import failure, names, preloaded, processes, rank_files, signals
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SOCKET_BYTES = 107
+"""The longest path of a socket (unix(7))."""
 LEAVE_TIMEOUT_S = 30.0
 OWN_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
 
@@ -68,6 +70,14 @@ def main(arguments: list[str]) -> int:
                 return end_of_fork(error)
             return report(folder, rank, error, log_file)
     return 0
+
+
+def keep_sockets_in(folder: Path, multiprocessing: ModuleType) -> None:
+    """Lets the module multiprocessing.process make the sockets of this rank and of its workers in the launch's folder,
+    which is removed in any case, if its path is short enough for one. A folder of their own (`pymp-*`) would stay where
+    they are killed."""
+    if len(os.fsencode(folder / "listener-12345678")) <= SOCKET_BYTES:
+        multiprocessing.current_process()._config["tempdir"] = str(folder)
 
 
 def die_with(launcher: int) -> None:
@@ -199,7 +209,7 @@ def report(folder: Path, rank: int, error: BaseException, log_file: BinaryIO) ->
     except OSError as problem:  # the launcher's temporary folder is full or was removed
         print(f"{text.rstrip()}\nlaunch: the error above could not be reported: {problem}", file=sys.stderr)
     call_own_hook(error, log_file)
-    if code == EXIT_PREEMPTED or failure.collectives_of(str(error)):  # let the other ranks report, too
+    if code == EXIT_PREEMPTED or failure.collectives_of(failure.text_of(error)):  # let the other ranks report, too
         leave_together(folder)
     return code
 
@@ -246,6 +256,7 @@ def has_open_group() -> bool:
 
 
 if __name__ == "__main__":
+    keep_sockets_in(Path(env.get(names.PROGRESS_DIR) or "."), import_module("multiprocessing.process"))
     code = main(sys.argv[1:])
     if has_open_group():
         exit_without_torch_teardown(code)

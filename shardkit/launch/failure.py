@@ -72,17 +72,25 @@ def root_of(error: BaseException) -> BaseException:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an exception only reports that another rank is gone."""
-    return isinstance(error, (RuntimeError, OSError, ConnectionError)) and bool(LOST_PEER.search(str(error)))
+    return isinstance(error, (RuntimeError, OSError, ConnectionError)) and bool(LOST_PEER.search(text_of(error)))
+
+
+def text_of(error: BaseException) -> str:
+    """The error's text; Python's words for it where its own method fails."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
 
 
 def message_of(error: BaseException) -> str:
     """The message: all lines of shardkit's errors, the first three of others."""
     if isinstance(error, SystemExit):
         return f"the script called sys.exit({error.code!r})"
-    mismatch = collectives_of(str(error))
+    mismatch = collectives_of(text_of(error))
     if mismatch:
         return f"the ranks are in different collectives: {mismatch}"
-    lines = [line.rstrip() for line in str(error).strip().splitlines() if line.strip()]
+    lines = [line.rstrip() for line in text_of(error).strip().splitlines() if line.strip()]
     if lines[1:] and lines[1].startswith("Original Traceback"):
         lines = _of_another_process(lines)
     return "\n".join(lines) if isinstance(error, ShardkitError) else "\n".join(lines[:3])[:600]

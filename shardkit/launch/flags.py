@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardkit.config import document, host_port
+from shardkit.config import document, hardware, host_port
 from shardkit.config.layers import FlagValue, clashes
 from shardkit.config.scheduler import machine_range
 from shardkit.digits import number_in
@@ -84,6 +84,12 @@ def _total(ranks_of_each: str | None, machines: str | None) -> list[str]:
     """torchrun's number of ranks on each machine, on one machine by default, as flags with the total number."""
     if ranks_of_each is None:
         return []
+    if ranks_of_each in {"auto", "gpu", "cpu"}:
+        here = hardware.detect()
+        counts = {"gpu": len(here.devices), "cpu": here.cores, "auto": len(here.devices) or here.cores}
+        if not counts[ranks_of_each]:
+            raise UsageError(f"{RANKS_OF_EACH}: this machine has no GPU (got gpu); write a number, or auto.")
+        ranks_of_each = str(counts[ranks_of_each])
     most = (machines or "1").rpartition(":")[2]
     numbers = number_in(ranks_of_each), number_in(most)
     total = ranks_of_each if numbers[0] is None or numbers[1] is None else str(numbers[0] * numbers[1])

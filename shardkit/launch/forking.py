@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from shardkit import env
 from shardkit.errors import MachineError
 from shardkit.fast_exit import exit_without_interpreter_teardown, exit_without_torch_teardown
-from shardkit.launch import bootstrap, preloaded, processes
+from shardkit.launch import bootstrap, names, preloaded, processes
 from shardkit.launch.preloaded import Before, Preloaded, Taken
 from shardkit.launch.spec import rank_command
 
@@ -268,6 +268,8 @@ def _become_rank(
         env.replace(variables)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         forget_random_state(taken.modules)
+        process = sys.modules.get("multiprocessing.process") or taken.modules["multiprocessing.process"]
+        bootstrap.keep_sockets_in(Path(variables[names.PROGRESS_DIR]), process)
         sys.orig_argv = rank_command(arguments)
         sys.meta_path.insert(0, Preloaded(taken, sys.orig_argv))
         code = bootstrap.main(arguments)

@@ -55,7 +55,7 @@ def run(spec: LaunchSpec) -> Path:
 
     Raises what `attempts.run` raises, on all machines; ConfigError or MachineError if this machine is refused.
     """
-    with attempts.around(spec) as (start, log_dir), signals_that_end_it():
+    with attempts.around(spec) as (start, log_dir), signals.end_it_with_an_error():
         from shardkit.launch.rosters import RosterServer
 
         with joined(spec) as roster:
@@ -379,15 +379,3 @@ def generation_meeting(
         )
     finally:
         line.close()
-
-
-@contextlib.contextmanager
-def signals_that_end_it() -> Iterator[None]:
-    """While this launch has no ranks, SIGTERM, SIGUSR1 and SIGHUP end it with an error. With ranks, `attempts` handles
-    them."""
-
-    def end_it(number: int, frame: object) -> None:
-        raise RankFailure(f"launch: {diagnosis.signal_name(number)} while no ranks ran here.", 128 + number)
-
-    with signals.handled((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), end_it):
-        yield

@@ -77,11 +77,11 @@ class Verdict(Enum):
     HANG = "the run hangs"
 
 
-def is_due(running: Mapping[int, Rank], timeout_s: float, now: float) -> bool:
+def is_due(running: Mapping[int, Rank], timeout_s: float, now: float, has_peers: bool = True) -> bool:
     """Whether the ranks must be examined: none has made progress for `timeout_s`, or one is stopped that long.
 
-    For a script without an Accelerator: one has used no CPU time for `timeout_s`. Ranks in `accelerator.pause()` are
-    not examined.
+    For a script without an Accelerator, or before it: one has used no CPU time for `timeout_s`. Ranks in
+    `accelerator.pause()` are not examined. `has_peers`: the run has more ranks than one, also if the others have ended.
     """
     if any(rank.stopped_since_s and now - rank.stopped_since_s > timeout_s for rank in running.values()):
         return True
@@ -90,7 +90,7 @@ def is_due(running: Mapping[int, Rank], timeout_s: float, now: float) -> bool:
         return False
     if any(rank.progress.is_watched for rank in ranks):
         return min(now - rank.progress.since_s for rank in ranks) > timeout_s
-    return len(ranks) > 1 and any(now - rank.worked_s > timeout_s for rank in ranks)
+    return has_peers and any(now - rank.worked_s > timeout_s for rank in ranks)
 
 
 def judge(

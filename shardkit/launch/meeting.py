@@ -141,7 +141,6 @@ def opened(spec: LaunchSpec, greeting: dict[str, Any], say: Say) -> Iterator[Mee
         store = stores.reached(host, port, spec.launch.meet_timeout_s, say, who, "machine 0", advice)
     line = StoreClient(store, spec.machine_rank, spec.num_machines)
     meeting = Meeting(spec.machine_rank, spec.num_machines, host, (store.host, 0), line)
-    line.start()
     try:
         assemble(meeting, greeting, say, spec.launch.meet_timeout_s)
         yield meeting
@@ -218,7 +217,11 @@ def greet(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float
         announcement.make(f"waiting for machines, {here} of {meeting.machines} are here (missing: {who})")
 
     line.enter(greeting)
+    line.start()  # not before: it would give signs of life, and leave, in the name of a machine with the same number
     found = meeting.gather("greeting", greeting, waits)
+    if meeting.machine not in found:  # they are fewer, and have begun
+        texts = differences(found[0], greeting, meeting.machine)
+        raise ConfigError([*texts, "launch: the run goes on without this one."])
     refuse_differences(line, found)
     for remark in remarks(found):
         say(remark)

@@ -104,10 +104,11 @@ def spec_for(spec: LaunchSpec, generation: Generation, place: int) -> LaunchSpec
     if steps > 1:
         kept = kept_accumulation(steps, config.shardkit.data.split_batches, spec.num_machines, machines)
         for_accelerate = files.overlaid(config, {"shardkit.gradient_accumulation_steps": kept})
+    is_always_full = spec.launch.min_machines == spec.num_machines
     variables = {
         **spec.environment,
         names.NUM_PROCESSES: str(world),
-        names.FULL_WORLD_SIZE: str(spec.world_size),
+        **({} if is_always_full else {names.FULL_WORLD_SIZE: str(spec.world_size)}),
         **accelerate_variables(for_accelerate, spec.device),
     }
     origins = dict(spec.origins)

@@ -195,7 +195,9 @@ class Monitor:
             stopped = processes.state(rank.progress.pid) in {"T", "t"}
             rank.stopped_since_s = (rank.stopped_since_s or now) if stopped else None
         self._check_cpu(running, now)
-        if now - self._looked_s < self.hang_timeout_s or not hangs.is_due(running, self.hang_timeout_s, now):
+        if now - self._looked_s < self.hang_timeout_s:
+            return
+        if not hangs.is_due(running, self.hang_timeout_s, now, has_peers=self._has_others or len(self.ranks) > 1):
             return
         self._looked_s = now
         seen = self._look_closely(running, now)

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 FULL_WORLD_SIZE = "SHARDKIT_FULL_WORLD_SIZE"
-"""The world of an elastic run with all its machines, for which batch and accumulation are configured."""
+"""The world of an elastic run with all its machines, for which batch and accumulation are configured. Not set where all
+worlds have all machines."""
 
 CONFIG_DIGEST = "SHARDKIT_CONFIG_DIGEST"
 """The digest of the resolved configuration without machine_rank, equal on all machines; ranks compare it at their

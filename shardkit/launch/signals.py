@@ -6,6 +6,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+from shardkit.errors import RankFailure
+
 ENDING = tuple(one for one in signal.Signals if one.name in {"SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"})
 """The signals with which users and schedulers end a command."""
 OF_RANKS = tuple(one for one in signal.Signals if one.name in {"SIGINT", "SIGTERM", "SIGUSR1"})
@@ -61,6 +63,19 @@ def handled(numbers: Sequence[int], handler: Callable[[int, object], None]) -> I
     finally:
         for number, before in found.items():
             signal.signal(number, before)
+
+
+@contextlib.contextmanager
+def end_it_with_an_error() -> Iterator[None]:
+    """Inside, SIGTERM, SIGUSR1 and SIGHUP raise RankFailure, so that other machines are told at once, and what is open
+    is closed. For a launch without ranks."""
+
+    def end_it(number: int, frame: object) -> None:
+        name = signal.Signals(number).name
+        raise RankFailure(f"launch: {name} while no ranks ran here.", 128 + number)
+
+    with handled([number for number in ENDING if number != signal.SIGINT], end_it):
+        yield
 
 
 @contextlib.contextmanager

@@ -79,7 +79,8 @@ class StoreClient:
     def close(self) -> None:
         """End the thread. Machine 0 first gives the others time to read the last messages."""
         self._closing.set()
-        self._thread.join(GOODBYE_S)
+        if self._thread.is_alive():
+            self._thread.join(GOODBYE_S)
 
     def enter(self, greeting: dict[str, Any]) -> None:
         """Register this machine's number. Raises ConfigError if another machine has registered it."""
@@ -90,7 +91,8 @@ class StoreClient:
             other = unsealed(holder)
             raise ConfigError(
                 f"launch: machine_rank {self._machine} is already used by {other['host']} (pid {other['pid']}); "
-                "give each machine a different number with --machine-rank."
+                "give each machine a different number with --machine-rank; where that one was killed, start again once "
+                "the others have ended for it."
             )
 
     def say(self, name: str, value: Any) -> None:

@@ -135,8 +135,10 @@ class Run:
             self.events,
             ends_with_data=section.end_window_with_data,
         )
-        keeps_batch = (settings.full_world_size() or 0) > self.process.world_size
-        self.early_steps = EarlySteps(self.accumulation, self.loaders, keeps_batch, self.process.is_main)
+        full = settings.full_world_size() or 0
+        keeps_batch = full > self.process.world_size
+        may_keep_it = full == self.process.world_size and not section.data.split_batches
+        self.early_steps = EarlySteps(self.accumulation, self.loaders, keeps_batch, may_keep_it, self.process.is_main)
         self.same_modules = SameModules(self.models, self.process.control, self.config.debug)
         self.same_data = SameData(self.loaders, self.process.control)
         self.missing_models = MissingModels(self.models, self.optimizers, self.process.control)

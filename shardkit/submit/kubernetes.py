@@ -25,15 +25,17 @@ OPTIONS = {
 OURS = re.compile(r"NNODES|MASTER_(ADDR|PORT)|JOB_COMPLETION_INDEX|PET_.*")
 """Variables by which the pods find each other."""
 _LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
+LONGEST_NAME = 40
+"""Names of pods are longer; their limit is 63."""
 
 
 def problems(job: Job) -> list[str]:
     """Problems that the API would reject."""
     found = []
-    if not re.fullmatch(_LABEL, job.name) or len(job.name) > 40:  # names of pods are longer; their limit is 63
+    if not re.fullmatch(_LABEL, job.name) or len(job.name) > LONGEST_NAME:
         found.append(
             f"--name: may only have lower-case letters, digits and dashes, must begin with a letter, and have at most "
-            f"40 characters (got {job.name!r}); give another name."
+            f"{LONGEST_NAME} characters (got {job.name!r}); give another name."
         )
     if job.image is None:
         found.append(

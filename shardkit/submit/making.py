@@ -17,7 +17,7 @@ from shardkit.launch.flags import Switches
 from shardkit.model import comment
 from shardkit.plan import devices
 from shardkit.problems import Problems
-from shardkit.submit import engines, reading, sizing
+from shardkit.submit import engines, kubernetes, reading, sizing
 from shardkit.submit.engines import Engine
 from shardkit.submit.job import CPUS_PER_GPU, Job
 
@@ -175,8 +175,10 @@ def _problem_of_resume(loaded: files.LoadedConfig) -> list[str]:
 
 
 def _name(script: str, is_module: bool) -> str:
+    """That of the script, as Kubernetes' objects need it."""
     stem = script.rpartition(".")[2] if is_module else Path(script).stem
-    return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-") or "train"
+    words = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-") or "train"
+    return f"{'job-' if words[0].isdigit() else ''}{words}"[: kubernetes.LONGEST_NAME].rstrip("-")
 
 
 def _program(engine: Engine) -> tuple[str, ...]:
