@@ -46,9 +46,9 @@ _BY_MESSAGE = (
     (
         "got mixed torch.Tensor and DTensor",
         "an operation mixed a sharded parameter and a plain tensor: call the model's forward, or register the method "
-        "that uses its parameters: accelerator.register_forward_method(model, name); p.full_tensor() returns a whole "
-        "copy. Averages of the weights (EMA) are kept on every rank: made after prepare from model.parameters(), or as "
-        "a copy of the model from before prepare that is prepared, too",
+        "that uses its parameters, with the module that has it: accelerator.register_forward_method(model, name); "
+        "p.full_tensor() returns a whole copy. Averages of the weights (EMA) are kept on every rank: made after "
+        "prepare from model.parameters(), or as a copy of the model from before prepare that is prepared, too",
     ),
     (
         "appears to not have been used in the graph",
