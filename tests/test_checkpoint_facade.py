@@ -466,10 +466,13 @@ def followed(folder, strategy, how):
         if how == "registered":
             accelerator.register_for_checkpointing(target)
         for step in range(2):
+            if how == "prepared" and step == 1:
+                target = accelerator.prepare(target)
             accelerator.backward((model(torch.ones(2, 4)) - target(torch.ones(2, 4)) - 1).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-            for slow, fast in zip(target.parameters(), model.parameters(), strict=True) if how != "still" else ():
+            follows = how in ("follows", "registered") or (how == "prepared" and step == 1)
+            for slow, fast in zip(target.parameters(), model.parameters(), strict=True) if follows else ():
                 slow.data.mul_(0.9)
                 slow.data.add_(0.1 * fast.data)
             accelerator.save_state(folder / str(step))
@@ -484,3 +487,4 @@ def test_a_save_warns_once_of_a_model_for_evaluation_that_follows_in_training(ra
     assert "no checkpoint has them (got Target); prepare it without evaluation_mode" in told[0][0]
     assert ranks.run(2, followed, tmp_path / "still", strategy, "still") == [[], []]
     assert ranks.run(2, followed, tmp_path / "registered", strategy, "registered") == [[], []]
+    assert ranks.run(2, followed, tmp_path / "prepared", strategy, "prepared") == [[], []]

@@ -34,8 +34,8 @@ class Followers:
         if self._has_warned or has_hooks:
             return
         known = {id(one) for one in registered}
-        changed = [model for model, before in self._at_first_step.items() if _digests(model) != before]
-        names = [type(model).__name__ for model in changed if id(model) not in known]
+        noted = [(model, self._at_first_step.get(model)) for model in self._models if id(model) not in known]
+        names = [type(model).__name__ for model, before in noted if before not in (None, _digests(model))]
         if names:
             self._has_warned = True
             log.warning(
