@@ -1,6 +1,7 @@
 """save_state and load_state as a script uses them: folders by step, exact data position, replacement, saving beside."""
 
 import json
+import logging
 import multiprocessing
 import random
 from pathlib import Path
@@ -448,3 +449,42 @@ def adapters_only(project):
 @pytest.mark.requirement("N4")
 def test_adapters_on_a_frozen_base_are_saved_and_resumed(ranks, tmp_path):
     assert len(ranks.run(2, adapters_only, tmp_path)[0]) == 2
+
+
+class Target(nn.Linear):
+    """Follows the trained model."""
+
+
+def followed(folder, strategy, how):
+    """A target is filled after prepare, and follows in training if `how` says so. Returns the warnings."""
+    with log_lines(level=logging.WARNING) as lines:
+        accelerator = Accelerator(config={"use_cpu": True, "fsdp_config": {"fsdp_sharding_strategy": strategy}})
+        model, target = nn.Linear(4, 3), Target(4, 3).requires_grad_(False)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        target = accelerator.prepare_model(target, evaluation_mode=True)
+        target.load_state_dict(accelerator.unwrap_model(model).state_dict())
+        if how == "registered":
+            accelerator.register_for_checkpointing(target)
+        for step in range(2):
+            if how == "prepared" and step == 1:
+                target = accelerator.prepare(target)
+            accelerator.backward((model(torch.ones(2, 4)) - target(torch.ones(2, 4)) - 1).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            follows = how in ("follows", "registered") or (how == "prepared" and step == 1)
+            for slow, fast in zip(target.parameters(), model.parameters(), strict=True) if follows else ():
+                slow.data.mul_(0.9)
+                slow.data.add_(0.1 * fast.data)
+            accelerator.save_state(folder / str(step))
+        accelerator.free_memory()
+    return [line for line in lines if "evaluation_mode" in line]
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_a_save_warns_once_of_a_model_for_evaluation_that_follows_in_training(ranks, tmp_path, strategy):
+    told = ranks.run(2, followed, tmp_path / "follows", strategy, "follows")
+    assert told[1] == [] and len(told[0]) == 1
+    assert "no checkpoint has them (got Target); prepare it without evaluation_mode" in told[0][0]
+    assert ranks.run(2, followed, tmp_path / "still", strategy, "still") == [[], []]
+    assert ranks.run(2, followed, tmp_path / "registered", strategy, "registered") == [[], []]
+    assert ranks.run(2, followed, tmp_path / "prepared", strategy, "prepared") == [[], []]

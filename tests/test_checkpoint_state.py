@@ -184,11 +184,11 @@ def test_all_or_nothing_reaches_the_live_objects(ranks, tmp_path):
     ranks.run(2, refuse_halfway, tmp_path / "c")
 
 
-def average_again(folder, saves):
-    """An average of the weights that is made at its first update, and loaded before that; its parts, to compare."""
-    live = checkpoints.build("fsdp")
+def average_again(folder, saves, kind="fsdp"):
+    """An average of the weights that is made at its first update, and loaded before that; whether it is right."""
+    live = checkpoints.build(kind)
     checkpoints.train(live, 2)
-    weights = dict(live.models[0].named_parameters())
+    weights = {name.removeprefix("module."): one for name, one in live.models[0].named_parameters()}
     average = live.objects["registered.0"]
     if saves:
         average.value["average"] = {name: one.detach().clone() for name, one in weights.items()}
@@ -201,6 +201,8 @@ def average_again(folder, saves):
 def test_an_average_of_sharded_weights_that_is_not_made_yet_is_sharded(ranks, tmp_path):
     for size, saves in ((2, True), (2, False), (3, False)):
         assert ranks.run(size, average_again, tmp_path / "c", saves) == [True] * size
+    for kind, saves in (("ddp", True), ("fsdp", False)):  # saved whole, as all weights were
+        assert ranks.run(2, average_again, tmp_path / "whole", saves, kind) == [True] * 2
 
 
 def test_a_state_that_still_has_its_graph_is_replaced(tmp_path):

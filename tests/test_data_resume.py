@@ -359,3 +359,103 @@ def test_an_order_drawn_at_an_epochs_start_is_drawn_again_for_a_restored_positio
     before, state = run(2, dataset=DrawnOrder(26), stop=2)
     rest, _ = run(2, state, dataset=DrawnOrder(26), epochs=2)
     assert (before + rest, state["dataset"]) == (whole, {"position": 16})
+
+
+def zipped(first, second):
+    yield from zip(first, second, strict=False)
+
+
+def zipped_the_other_way(first, second):
+    yield from ((one, other) for other, one in zip(second, first, strict=False))
+
+
+def beside_an_iterator(first, second):
+    """The second's iterator is made for each epoch; an epoch ends with the first that has no more batches."""
+    others = iter(second)
+    for one in first:
+        if (other := next(others, None)) is None:
+            return
+        yield one, other
+
+
+def side_by_side(folder, pairs, lengths, save_at, is_saved_inside=True, loads=False):
+    """Epochs over two loaders side by side, saved after a step, or after the epoch that ends there. What each step got,
+    from the present place on."""
+    accelerator = Accelerator(config={"use_cpu": True, "shardkit": {"seed": 3, "data": {"split_batches": True}}})
+    model = nn.Linear(1, 1)
+    data = [torch.arange(6.0 * length)[:, None] for length in lengths]
+    loaders = [DataLoader(one, batch_size=6, shuffle=True) for one in data]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, first, second = accelerator.prepare(model, optimizer, *loaders)
+    if loads:
+        accelerator.load_state(folder)
+    given = []
+    for epoch in range((first if lengths[0] <= lengths[1] else second).epoch, 3):
+        for one, other in pairs(first, second):
+            accelerator.backward(model(one).mean() + model(other).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            given.append([epoch, *(accelerator.gather(part).flatten().tolist() for part in (one, other))])
+            if is_saved_inside and len(given) == save_at and not loads:
+                accelerator.save_state(folder)
+        if len(given) == save_at and not (is_saved_inside or loads):
+            accelerator.save_state(folder)
+    accelerator.free_memory()
+    return given
+
+
+def resumed_side_by_side(folder, pairs):
+    """Of each case: whether a run that goes on from its save gets what the run that was not interrupted got."""
+    found = {}
+    for lengths in ((2, 2), (2, 3), (3, 2)):
+        for save_at, is_inside in ((2, True), (2, False), (3, True), (4, True), (4, False)):
+            place = folder / f"{lengths}-{save_at}-{is_inside}"
+            whole = side_by_side(place, pairs, lengths, save_at, is_inside)
+            rest = side_by_side(place, pairs, lengths, save_at, loads=True)
+            found[place.name] = (rest == whole[save_at:]) or f"{len(rest)} of {len(whole) - save_at}"
+    return found
+
+
+@pytest.mark.parametrize("pairs", [zipped, zipped_the_other_way, beside_an_iterator])
+def test_loaders_side_by_side_begin_the_next_epoch_together_after_a_resume(ranks, tmp_path, pairs):
+    (found,) = ranks.run(1, resumed_side_by_side, tmp_path, pairs)
+    assert set(found.values()) == {True}, found
+
+
+def test_loaders_side_by_side_on_another_number_of_ranks(ranks, tmp_path):
+    for is_inside in (True, False):
+        place = tmp_path / str(is_inside)
+        whole, _ = ranks.run(2, side_by_side, place, zipped, (2, 3), 4, is_inside)
+        for rest in ranks.run(3, side_by_side, place, zipped, (2, 3), 4, is_inside, True):
+            assert rest == whole[4:]
+
+
+def kept_beside(folder, loads):
+    """A loader is read by one iterator, which goes on from epoch to epoch of a shorter one."""
+    accelerator = Accelerator(config={"use_cpu": True, "shardkit": {"seed": 3}})
+    model = nn.Linear(1, 1)
+    first, second = (DataLoader(torch.arange(2.0 * length)[:, None], batch_size=2, shuffle=True) for length in (2, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, first, second = accelerator.prepare(model, optimizer, first, second)
+    if loads:
+        accelerator.load_state(folder)
+    given, others = [], iter(second)
+    for _ in range(first.epoch, 3):
+        for one in first:
+            other = next(others, None)
+            if other is None:
+                others = iter(second)
+                other = next(others)
+            accelerator.backward(model(one).mean() + model(other).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            given.append([one.flatten().tolist(), other.flatten().tolist()])
+            if len(given) == 2 and not loads:
+                accelerator.save_state(folder)
+    accelerator.free_memory()
+    return given
+
+
+def test_an_iterator_that_is_kept_goes_on_after_a_resume_at_the_end_of_another_loader(ranks, tmp_path):
+    (whole,) = ranks.run(1, kept_beside, tmp_path / "saved", False)
+    assert ranks.run(1, kept_beside, tmp_path / "saved", True) == [whole[2:]]

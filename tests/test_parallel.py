@@ -409,8 +409,8 @@ def refusals() -> list[str]:
 def test_what_cannot_be_parallelized_is_said_in_words(ranks):
     twice, lazy, sparse, container, all_sparse = ranks.run(2, refusals)[0]
     assert twice == (
-        "model: is already sharded (got a sharded Gpt in it), by the script or by an Accelerator with other settings; "
-        "build the model anew, and prepare it once."
+        "model: is already sharded (got a sharded Gpt in it), by the script, by an Accelerator with other settings, or "
+        "as a part of another model; build the model anew, and prepare it once."
     )
     assert "model: 0.weight has no shape yet; run one batch through the model first." in lazy
     assert sparse == "model: 0 has sparse gradients, which FSDP cannot reduce; create it with sparse=False."

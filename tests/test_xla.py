@@ -513,8 +513,8 @@ def test_weights_that_are_loaded_are_spread_as_before(tmp_path, _):
     first, second, third, refused = printed_by(LOADED, tmp_path)
     assert first == second and first.startswith("True ") and third == "True 64.0"
     assert refused == (
-        "model: is already sharded (got a sharded Linear in it), by the script or by an Accelerator with other "
-        "settings; build the model anew, and prepare it once."
+        "model: is already sharded (got a sharded Linear in it), by the script, by an Accelerator with other settings, "
+        "or as a part of another model; build the model anew, and prepare it once."
     )
 
 

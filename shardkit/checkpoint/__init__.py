@@ -2,7 +2,7 @@
 
 a save     write, opening, put, attempt, commit; save_request, async_save, lock, retention, additions, in_store;
            shared_storage, before training
-a load     read, locate, seen, load_plan, kinds, fill, differences
+a load     read, locate, seen, load_plan, kinds, fill, spread_weights, differences
 the state  state, optimizers, optimizer_groups, numbered, per_rank, replicas, ties, tensors, values
 the files  layout, manifest, index_json, state_json, digest, folder, disk, paths, access   (no torch)
 a model    save_model, export, export_to_store, exported_parts

@@ -13,11 +13,10 @@ A sharded checkpoint and a full one differ only in `layout.pieces`: in a full on
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,12 +32,13 @@ from shardkit.checkpoint.layout import Index, section_name
 from shardkit.checkpoint.load_plan import LoadOptions, Plan, Unfinished, no_tensor, plan_of, positions, warn_of
 from shardkit.checkpoint.manifest import Manifest
 from shardkit.checkpoint.seen import candidates, open_together
+from shardkit.checkpoint.spread_weights import NO_WEIGHTS, Weights
 from shardkit.checkpoint.state import Live, Stateful
 from shardkit.checkpoint.verify import Checkpoint, Files, Span, check_headers, hash_file
 from shardkit.distributed import custom_state, random_state
 from shardkit.distributed.control import ControlGroup, LostRank
 from shardkit.distributed.custom_state import CustomState
-from shardkit.distributed.tensors import every_parameter, local_part, outside_inference_mode
+from shardkit.distributed.tensors import local_part, outside_inference_mode
 from shardkit.errors import CheckpointCorrupted, CheckpointError, CheckpointUnreachable, StateIncomplete
 from shardkit.log import get_logger
 from shardkit.storage.url import Place
@@ -218,27 +218,18 @@ def _share(record: Manifest, control: ControlGroup) -> list[tuple[str, int]]:
 
 def _object_states(live: Live, plan: Plan, saved: Saved) -> Iterator[tuple[str, Stateful, Any]]:
     """(name, object, state to load) for schedulers, registered objects and loaders; reads the tensors in the states."""
-    parameters = [parameter for model in live.models for parameter in every_parameter(model)]
-    spread = {tuple(one.shape): one for one in parameters if isinstance(one, DTensor)}
+    weights = Weights.of(live.models, saved.index)
     for name, item in live.objects.items():
         if name in plan.common["objects"] and name not in plan.unlike:
-            yield name, item, _decoded(item.state_dict, name, plan.common["objects"][name], saved, spread)
+            yield name, item, _decoded(item.state_dict, name, plan.common["objects"][name], saved, weights)
     saved_positions = positions(plan)
     for name, loader in live.loaders.items():  # last: they were checked before, so they do not fail
         if name in saved_positions:
             yield name, loader, values.decode(saved_positions[name], no_tensor)
 
 
-def _decoded(
-    present: Callable[[], Any],
-    name: str,
-    encoded: Any,
-    saved: Saved,
-    spread: Mapping[tuple[int, ...], DTensor] = MappingProxyType({}),
-) -> Any:
-    """A saved state, with the types of the present state, and tensors sharded as its are. One that was saved sharded
-    and is not there yet, as an average of the weights before its first update, is sharded as a parameter of its shape:
-    `spread` has one of each."""
+def _decoded(present: Callable[[], Any], name: str, encoded: Any, saved: Saved, weights: Weights = NO_WEIGHTS) -> Any:
+    """A saved state, with the types of the present state, and tensors sharded as its are, or as one of the weights."""
     here, sharded = present(), dict[str, DTensor]()
     taken: set[str] = set()
 
@@ -253,7 +244,7 @@ def _decoded(
 
     def load(path: str) -> torch.Tensor:
         entry = saved.entry("objects", path)
-        like = spread.get(entry.shape) if entry.is_sharded and path not in taken else sharded.get(path)
+        like = sharded.get(path) if path in taken else weights.like(path, entry)
         return saved.new("objects", path, like)
 
     if any(True for _ in values.tensors_in(encoded)):

@@ -4,13 +4,13 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
-from weakref import WeakMethod
+from weakref import ReferenceType, ref
 
 import torch
 from torch.utils.data import DataLoader
 
 from shardkit.data.device import to_device
-from shardkit.data.loop import Batches, Loop
+from shardkit.data.loop import Batches, Call, Loop
 from shardkit.data.position import EPOCH_IS_OVER, Position, facts_of, inside_loop, misfit, saved_position, stored_state
 from shardkit.data.sources import Source, batch_sampler_of, batch_size_of
 from shardkit.errors import CheckpointError, UsageError
@@ -22,20 +22,6 @@ log = get_logger(__name__)
 Purpose = Literal["training", "evaluation"]
 _ARGUMENTS = frozenset(signature(DataLoader).parameters)
 """Of the user's DataLoader; `prepare` has read them."""
-
-
-class Call(WeakMethod):
-    """What a loader calls. A weak reference avoids a cycle, so that the workers end as soon as the loader is
-    unreferenced. A copy of the loader calls it, too."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Call":
-        return self
-
-    def __reduce__(self) -> Any:
-        raise UsageError(
-            "pickle: a prepared loader cannot be pickled (it belongs to its Accelerator); pickle the DataLoader before "
-            "prepare, or save the loader's state_dict()."
-        )
 
 
 class PreparedLoader:
@@ -63,19 +49,23 @@ class PreparedLoader:
         self._is_positioned = self._is_restored = False
         self._skipped = 0
         self._passes_finished_epoch = self._has_looked = self._is_surely_trained = False
+        self._may_be_over = False
+        """Whether the rest of the epoch is dropped unless the first iterator after a load reads it."""
+        self._reads_rest: ReferenceType[Batches] | None = None
         self._purpose: Purpose | None = None
         self._facts = partial(facts_of, source.dataset, source.split, source.sampler)
         self._user_loader = user_loader  # from now on attributes that are not the prepared loader's own are its
 
     def __iter__(self) -> Iterator[Any]:
-        return Batches(self._batches())
+        batches = Batches(self._batches())
+        self._reads_rest = self._reads_rest or ref(batches)
+        return batches
 
     def _batches(self) -> Generator[Any, None, None]:
         if self.before_loop is not None and (before_loop := self.before_loop()) is not None:
             before_loop(self)
         is_moved = self._is_positioned
         loop = self._loop = self._begin()
-        epoch = loop.position.epoch
         try:
             for piece in self._source.pieces(self._seed, loop.position, is_moved):
                 loop.take(piece)
@@ -83,7 +73,7 @@ class PreparedLoader:
                 yield loop.given(to_device(piece.batch, self._device))
                 if self.after_batch is not None and (after_batch := self.after_batch()) is not None:
                     after_batch(self)
-            loop.position, loop.is_finished = Position(epoch + 1), True
+            loop.finish()
         finally:
             self._end(loop)
 
@@ -93,7 +83,9 @@ class PreparedLoader:
         left_out, start_is = 0, (self._is_restored, self._skipped)
         if self._is_positioned:
             left_out = start.samples // self.total_batch_size if self._is_restored else 0
-            if self._is_restored and self._is_over(start):
+            if self._may_be_over and (self._passes_finished_epoch or not (self._reads_rest and self._reads_rest())):
+                start, self._may_be_over = Position(start.epoch + 1), False
+            elif self._is_restored and self._is_over(start):
                 start = self._after(start)
             self._is_positioned = self._is_restored = self._passes_finished_epoch = False
             self._skipped = 0
@@ -106,6 +98,7 @@ class PreparedLoader:
             outer = None  # an iterator that the script keeps but does not read: other loops finish between its batches
         if outer is None:
             self._next = self._used = start
+            self._may_be_over &= start_is[0]
         return Loop(start, outer, restored_batches=left_out, start=start, start_is=start_is)
 
     def _is_over(self, position: Position) -> bool:
@@ -125,7 +118,8 @@ class PreparedLoader:
 
     def _end(self, loop: Loop) -> None:
         """The loop finished or was left. A nested one without an optimizer step restores the outer one."""
-        loop.is_open, outer, self.ended = False, loop.outer, loop
+        loop.close()
+        outer, self.ended = loop.outer, loop
         if loop.has_wasted_rest and self._purpose == "training" and self._rank == 0:
             log.warning(loop.wasted_rest)
         if self._loop is not loop:
@@ -256,7 +250,7 @@ class PreparedLoader:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is in no loop."""
-        return object.__new__, (PreparedLoader,), {**vars(self), "_loop": None, "ended": None}
+        return object.__new__, (PreparedLoader,), {**vars(self), "_loop": None, "ended": None, "_reads_rest": None}
 
     @property
     def batch_size(self) -> int | None:
@@ -289,7 +283,7 @@ class PreparedLoader:
             self._passes_finished_epoch = False
             return
         has_position = self._is_restored and (self._next.samples or self._purpose == "training")
-        is_next = epoch == self._next.epoch + 1 and self._is_over(self._next)
+        is_next = epoch == self._next.epoch + 1 and (self._may_be_over or self._is_over(self._next))
         if has_position and not is_next and self._rank == 0:
             log.warning(
                 f"data: set_epoch({epoch}) drops the restored position (epoch {self._next.epoch}, after "
@@ -321,12 +315,17 @@ class PreparedLoader:
 
     def _move_to(self, position: Position) -> None:
         self._next, self._is_positioned, self._is_restored, self._skipped = position, True, False, 0
-        self._has_looked = False
+        self._has_looked, self._may_be_over, self._reads_rest = False, False, None
         if self._loop is None:
             self._used = position
 
-    def note_step(self, newest: int = 0) -> None:
-        """Notes that an optimizer has stepped. `newest`: `last_yield` of the newest batch of any loader.
+    @property
+    def last_loop(self) -> Loop | None:
+        """The loop, if it is at its last batch, and no step has used that."""
+        return self._loop if self._loop is not None and self._loop.is_last and self._loop.is_unused else None
+
+    def note_step(self, newest: int = 0, last: Iterable[Loop] = ()) -> None:
+        """Notes that an optimizer has stepped. `newest`: `last_yield` of the newest batch; `last`: all `last_loop`s.
 
         Several loops may run at once (`zip`): a step uses the batches that each has yielded since the previous one. A
         loop that yielded before the first step and not after it is not training, unless that step had no newer batch.
@@ -335,6 +334,8 @@ class PreparedLoader:
         if loop is not None and loop.is_unused:
             self._purpose, self._used = "training", self._now
             loop.is_unused, loop.steps, loop.newest_at_step = False, loop.steps + 1, newest
+            loop.ends_with = [other for other in last if other is not loop]
+            self._may_be_over = bool(loop.ends_with)
             self._is_surely_trained |= loop.steps > 1 or newest <= loop.last_yield
         elif self._purpose is None or (loop and not self._is_surely_trained and newest > loop.newest_at_step > 0):
             self._purpose = "evaluation"
@@ -355,6 +356,7 @@ class PreparedLoader:
             "order": position.order,
             "seed": self._seed,
             "purpose": self._purpose,
+            "may_be_over": self._may_be_over,
             "global_batch": self.total_batch_size,
             "dataset": stored_state(position.dataset, self._source.dataset, self._rank),
             **self._facts(),
@@ -381,7 +383,7 @@ class PreparedLoader:
             return  # it is already at this position
         self._seed, self._purpose = int(state["seed"]), state.get("purpose")
         self._move_to(Position(int(state["epoch"])) if problem else saved_position(state))
-        self._is_restored = True
+        self._is_restored, self._may_be_over = True, bool(state.get("may_be_over"))
 
     def misfit(self, state: Mapping[str, Any], saved_ranks: int) -> str | None:
         """Why a position saved by `saved_ranks` ranks cannot be loaded here, and what to do; None where it can."""

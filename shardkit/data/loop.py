@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakMethod, ref
 
 import torch
 
@@ -18,6 +18,20 @@ from shardkit.errors import UsageError
 _yields = count(1)
 MOST_READ = 1024
 """Batches read ahead that are counted; micro-batches of a step are fewer."""
+
+
+class Call(WeakMethod):
+    """What a loader calls. A weak reference avoids a cycle, so that the workers end as soon as the loader is
+    unreferenced. A copy of the loader calls it, too."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Call":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            "pickle: a prepared loader cannot be pickled (it belongs to its Accelerator); pickle the DataLoader before "
+            "prepare, or save the loader's state_dict()."
+        )
 
 
 class Batches:
@@ -92,6 +106,8 @@ class Loop:
     """Optimizer steps that used its batches."""
     newest_at_step: int = 0
     """`last_yield` of the newest batch of any loader at the last step that used a batch of this loop."""
+    ends_with: "list[Loop]" = field(default_factory=list)
+    """Loops over other loaders that were at their last batch in the newest step that used a batch of this one."""
     inner: int = 0
     """Number of loops over the same loader begun inside this one."""
     has_inner_ended: bool = False
@@ -124,6 +140,17 @@ class Loop:
         self.last_yield = next(_yields)
         self._read.append(piece.samples)
         self.yielded += 1
+
+    def finish(self) -> None:
+        """The epoch is over."""
+        self.position, self.is_finished = Position(self.position.epoch + 1), True
+
+    def close(self) -> None:
+        """It finished or was left. Left where a loop beside it has ended, it is over, too: `zip` of several loaders
+        ends with the first, and begins the next epoch of all."""
+        self.is_open = False
+        if not self.is_finished and any(other.is_finished for other in self.ends_with):
+            self.finish()
 
     def take_trained(self, micro_batches: int) -> int | None:
         """Samples of the batch that a micro-batch trains on; None if that batch was counted before.

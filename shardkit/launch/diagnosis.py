@@ -46,9 +46,9 @@ _BY_MESSAGE = (
     (
         "got mixed torch.Tensor and DTensor",
         "an operation mixed a sharded parameter and a plain tensor: call the model's forward, or register the method "
-        "that uses its parameters: accelerator.register_forward_method(model, name); p.full_tensor() returns a whole "
-        "copy. Averages of the weights (EMA) are kept on every rank: made after prepare from model.parameters(), or as "
-        "a copy of the model from before prepare that is prepared, too",
+        "that uses its parameters, with the module that has it: accelerator.register_forward_method(model, name); "
+        "p.full_tensor() returns a whole copy. Averages of the weights (EMA) are kept on every rank: made after "
+        "prepare from model.parameters(), or as a copy of the model from before prepare that is prepared, too",
     ),
     (
         "appears to not have been used in the graph",
@@ -92,9 +92,10 @@ _BY_MESSAGE = (
     ),
     (
         "invalid python storage",
-        "a sharded tensor was written as a plain one: call state_dict = accelerator.get_state_dict(model) on every "
-        "rank, then model.save_pretrained(folder, state_dict=state_dict) on rank 0; or on every rank "
-        "accelerator.save_model(model, folder). A library that writes the model on one rank only needs DDP",
+        "a sharded tensor was written, or loaded into, as a plain one: call state_dict = "
+        "accelerator.get_state_dict(model) on every rank, then model.save_pretrained(folder, state_dict=state_dict) on "
+        "rank 0; or on every rank accelerator.save_model(model, folder), and to load it "
+        "accelerator.prepare_model(model, weights=folder). A library that writes the model on one rank only needs DDP",
     ),
 )
 """(regular expression, advice) for messages of errors."""

@@ -258,8 +258,9 @@ class Accumulation:
         current = active_loader(self._loaders)
         self.boundaries.note_step(current, is_repeated=optimizer in self._stepped)
         if current is not None:
+            last = [loop for loader in self._loaders if (loop := loader.last_loop) is not None]
             for loader in self._loaders:
-                loader.note_step(current.last_yield)
+                loader.note_step(current.last_yield, last)
         if was_skipped:
             return
         if optimizer in self._stepped:

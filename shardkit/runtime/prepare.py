@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from shardkit.data.agreement import generator_of
-from shardkit.data.loader import Call, PreparedLoader
+from shardkit.data.loader import PreparedLoader
+from shardkit.data.loop import Call
 from shardkit.data.preparing import prepare_loader
 from shardkit.distributed import accelerators
 from shardkit.distributed.tensors import every_parameter, is_composed, is_dtensor, layers, unwrapped

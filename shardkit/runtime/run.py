@@ -24,6 +24,7 @@ from shardkit.runtime import foreign_steps, settings
 from shardkit.runtime.accumulate import Accumulation
 from shardkit.runtime.counters import Counters
 from shardkit.runtime.early_steps import EarlySteps
+from shardkit.runtime.followers import Followers
 from shardkit.runtime.hooks import StateHooks
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.missing_models import MissingModels
@@ -109,6 +110,7 @@ class Run:
     same_modules: SameModules = field(init=False)
     same_data: SameData = field(init=False)
     missing_models: MissingModels = field(init=False)
+    followers: Followers = field(init=False)
 
     def __post_init__(self) -> None:
         self.trackers = Trackers(self.selected_trackers, self.process.is_main, lambda: self.loads)
@@ -142,6 +144,7 @@ class Run:
         self.same_modules = SameModules(self.models, self.process.control, self.config.debug)
         self.same_data = SameData(self.loaders, self.process.control)
         self.missing_models = MissingModels(self.models, self.optimizers, self.process.control)
+        self.followers = Followers(self.evaluated, self.process.is_main)
         foreign_steps.watch(self.accumulation)
 
     def refuse_if_left(self, call: str) -> None:
@@ -157,6 +160,7 @@ class Run:
         self.same_modules.check()
         self.same_data.check()
         self.missing_models.check()
+        self.followers.note_step()
 
     @property
     def device(self) -> torch.device:

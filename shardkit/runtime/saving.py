@@ -171,6 +171,7 @@ def _session_alone(run: Run, call: str) -> SaveSession:
 
 def _save(run: Run, session: SaveSession, request: SaveRequest, is_blocking: bool) -> Place:
     _warn_of_open_window(run)
+    run.followers.warn_of_changed(run.registered, has_hooks=bool(run.hooks.at_save))
     elsewhere: frozenset[int] = frozenset()
     if run.hooks.at_save:
         staging, elsewhere = state_hooks.save(run.hooks, run.models, request, session.control)

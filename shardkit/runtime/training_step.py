@@ -39,7 +39,8 @@ class TrainingStep(Topology):
             yield
 
     def register_forward_method(self, model: nn.Module, *names: str) -> None:
-        """Makes these methods of a prepared model callable like its forward: parameters are gathered for them.
+        """Makes these methods of a prepared model, or of a module inside one, callable like its forward: parameters are
+        gathered for them.
 
         Not needed for methods that only call submodules: those can be called from anywhere.
         """
@@ -48,10 +49,11 @@ class TrainingStep(Topology):
                 raise UsageError(
                     f"register_forward_method: {type(model).__name__} has no method {name}; name one of its own."
                 )
-            if is_fsdp(model):
-                from shardkit.sharding import fsdp_entry
+            for prepared in (*self._run.models, *self._run.evaluated):
+                if is_fsdp(prepared) and any(one is model for one in prepared.modules()):
+                    from shardkit.sharding import fsdp_entry
 
-                fsdp_entry.enter_by(model, name)
+                    fsdp_entry.register(prepared, model, name)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, backward does not reduce gradients. Under FSDP every rank then holds unsharded gradients until the

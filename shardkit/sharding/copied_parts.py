@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.distributed.tensors import local_part, local_slices
+from shardkit.distributed.tensors import local_part, local_slices, own_part
 from shardkit.errors import UsageError
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
 
@@ -157,11 +157,12 @@ def _assign(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     target: Any = args[0]
     value: Any = args[1]
     if not isinstance(target, CopiedPart):
-        if not isinstance(value, DTensor) and (operator in _FILLS or _is_expanded(value)):
-            with torch.no_grad():
-                target.to_local().fill_(value if operator in _FILLS else value[(0,) * value.dim()])
-            return target
-        return as_torch_does(operator, args, kwargs)
+        if isinstance(value, DTensor) or any(placement.is_partial() for placement in target.placements):
+            return as_torch_does(operator, args, kwargs)
+        with torch.no_grad():
+            mine = value if operator in _FILLS else own_part(value.expand(target.shape), target)
+            operator(target.to_local(), mine)
+        return target
     with torch.no_grad(), written(target):
         if isinstance(value, DTensor):
             as_torch_does(_aten.copy_.default, args, kwargs)
@@ -170,9 +171,3 @@ def _assign(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         else:
             target.to_local().copy_(value)
     return target
-
-
-def _is_expanded(values: torch.Tensor) -> bool:
-    """Whether all values are one number in memory."""
-    steps = zip(values.shape, values.stride(), strict=True)
-    return values.numel() > 0 and all(size == 1 or step == 0 for size, step in steps)

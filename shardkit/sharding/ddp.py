@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from functools import cache, partial, wraps
 from itertools import chain
 from typing import TYPE_CHECKING, Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,8 @@ class Replica(DistributedDataParallel):
         self._may_be_unused = settings["find_unused_parameters"] or section.static_graph
         self.at_end_of_backward: list[Callable[[], None]] = []
         self._engage(model)
+        # Of a replica whose torch reducer is gone, the parameters that it reduces by itself.
+        self._left: list[nn.Parameter] | None = None
         self._watch = EndOfBackward(every_parameter(model), self._after_backward)
         self.register_load_state_dict_pre_hook(_with_prefix)
         self._takes_attributes = True  # from now on those that are not its own are the inner model's
@@ -119,6 +121,8 @@ class Replica(DistributedDataParallel):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._left is not None:
+            return self.module(*args, **kwargs)
         kinds = self._present_kinds()
         # torch's reducer works neither in transforms of torch.func nor in forward mode.
         if not any(is_trained for is_trained, *_ in kinds) or is_transformed() or forward_ad._current_level >= 0:
@@ -142,15 +146,25 @@ class Replica(DistributedDataParallel):
         are such."""
         take_mean_([p for p in self._all if id(p) in self._managed and not p.requires_grad], may_be_unused=True)
 
-    def retire(self) -> None:
-        """Reduce no gradients any more: another replica of the same module does."""
-        self.require_backward_grad_sync = self._is_awaited = False
-        self.at_end_of_backward.clear()
+    def leave(self, parameters: Set[int]) -> None:
+        """Reduce the gradients of these parameters (by id) no more: a newer replica has them, of the same module or of
+        a model around a part of it. Two of torch's reducers would mix them up."""
+        known = self._all if self._left is None else self._left
+        if not any(id(p) in parameters for p in known):
+            return
+        self._left, self._is_awaited = [p for p in known if id(p) not in parameters], False
+        for name in ("reducer", "logger"):  # destroying the reducer removes its hooks
+            vars(self).pop(name, None)
+        if not self._left:
+            self.require_backward_grad_sync = False
+            self.at_end_of_backward.clear()
 
     def before_step(self) -> None:
         """Average gradients that were set without a backward (`torch.autograd.grad`, assignment). Raises ModelError if
         no backward reached a parameter that torch's reducer expects on every rank, or the reducer saw only a part of
         one. Collective if no backward followed the last forward, or there has been none."""
+        if self._left is not None:
+            return
         self._check_finished()
         if self.is_first_backward or (self._is_awaited and len(self._missing) == len(self._managed)):
             take_mean_([p for p in self._all if p.grad is not None], may_be_unused=False)
@@ -226,6 +240,9 @@ class Replica(DistributedDataParallel):
     def _reduce_rest(self, arrived: list[torch.Tensor]) -> None:
         """Reduce the gradients that torch's reducer does not reduce. `arrived`: parameters with a gradient in this
         backward."""
+        if self._left is not None:
+            take_mean_([p for p in self._left if p.requires_grad], self._may_be_unused)
+            return
         managed = sum(id(parameter) in self._managed for parameter in arrived)
         left_out = [p for p in self._all if id(p) not in self._managed] if len(arrived) > managed else []
         self._missing -= {id(parameter) for parameter in arrived}
@@ -289,8 +306,8 @@ def _rename(model: nn.Module, state_dict: dict[str, Any], found: str, expected: 
         state_dict[expected + name.removeprefix(found)] = state_dict.pop(name)
 
 
-_newest: WeakKeyDictionary[nn.Module, ReferenceType[Replica]] = WeakKeyDictionary()
-"""The newest replica of each module."""
+_reducing: WeakSet[Replica | GradientMean] = WeakSet()
+"""What reduces gradients of replicated models, also of those that an Accelerator has freed."""
 
 _OF_EVERY_MODULE = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
 """Attributes of every module, such as hooks, which are kept when the reducer is created again."""
@@ -301,14 +318,16 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
     if config.mode != "ddp" or process.world_size == 1:
         return model
     may_be_unused, section = config.shardkit.ddp_find_unused_parameters, config.shardkit.ddp
+    own = {id(p) for p in every_parameter(model)}
+    for earlier in list(_reducing):
+        earlier.leave(own)
     if not any(p.requires_grad for p in every_parameter(model)):
         means = GradientMean(every_parameter(model), may_be_unused)
+        _reducing.add(means)
         sync_with_model(model, means)
         watch_backward(model, lambda arrived: means.reduce())
         take_names_of_replicas(model)
         return model
-    if (before := _newest.get(model)) is not None and (replica := before()) is not None:
-        replica.retire()
     _take_detach()
     replica = Replica(
         model,
@@ -323,7 +342,7 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
         init_sync=False,
         process_group=_unchecked_group(),
     )
-    _newest[model] = ref(replica)
+    _reducing.add(replica)
     return replica
 
 

@@ -27,7 +27,6 @@ from shardkit.sharding import (
     composite_operators,
     copied_parts,
     flattened,
-    fsdp_entry,
     fsdp_internals,
     fsdp_unit,
     fsdp_unused,
@@ -177,7 +176,7 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
             vars(module)["_apply"] = _InPlace(module)
             module.register_load_state_dict_pre_hook(_shard_what_is_loaded)
     shared = fsdp_unit.adopt(model, _carry_to_gathered)
-    fsdp_entry.finish(model, compiled)
+    fsdp_unit.finish(model, compiled)
     if config.shardkit.ddp_find_unused_parameters:
         fsdp_unit.at_end_of_backward(model, (), partial(fsdp_unused.drop, fsdp_internals.groups_of_model(model)))
     means = GradientMean(units.replicated.values(), config.shardkit.ddp_find_unused_parameters)

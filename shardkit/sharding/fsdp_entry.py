@@ -1,8 +1,8 @@
-"""Entering an FSDP2 unit through any of its modules, or another method than forward: `model.embed(x)`."""
+"""The methods by which an FSDP2 unit is entered, besides the forward of its own module: `model.embed(x)`,
+`model.encode(x)`, `step.inverse(z)`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import update_wrapper
 from types import MethodType
 from typing import Any
@@ -10,44 +10,35 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-from shardkit.sharding.fsdp_internals import groups_of, modules_below, root_of, states_of
-from shardkit.sharding.fsdp_recovery import recover_if_broken_off, recover_if_raised
-from shardkit.sharding.fsdp_unit import UnitState
-from shardkit.sharding.outputs import LeftOnModules, without_views
+from shardkit.sharding.fsdp_internals import groups_of, modules_below, states_of
+from shardkit.sharding.fsdp_recovery import recover_if_raised
+from shardkit.sharding.outputs import without_views
 
 
-def finish(model: nn.Module, compiled: Iterable[nn.Module] = ()) -> None:
-    """The last step of sharding a model: sets its root, and lets its units be entered through any of their modules.
-
-    torch takes the first unit that runs forward as the root. Modules inside `compiled` ones are not changed.
-    """
-    root = root_of(model)
-    root._lazy_init()
-    model.register_forward_pre_hook(lambda module, args: recover_if_broken_off(root), prepend=True)
-    model.register_forward_hook(lambda module, args, output: recover_if_raised(root), always_call=True)
+def register(model: nn.Module, module: nn.Module, name: str) -> None:
+    """Makes a method of the model, or of a module inside it, gather the parameters of the module's unit, as forward
+    does."""
     for state in states_of(model):
-        for group in groups_of(state):
-            if group._reshard_after_forward:
-                group._left = LeftOnModules([*state._modules, *modules_below(state)])
-    inside_compiled = {id(inner) for module in compiled for inner in module.modules()}
-    for state in states_of(model):
-        for module in (*(state._modules if groups_of(state) else ()), *modules_below(state)):
-            if id(module) not in inside_compiled and not _is_entry(module.__dict__.get("forward"), state):
-                module.forward = _Entry(module, state)
+        if any(one is module for one in entrances(state)):
+            enter_by(state, module, name)
 
 
-def enter_by(model: nn.Module, name: str) -> None:
-    """Makes a method of the model gather the unit's parameters as forward does."""
-    (state,) = [one for one in states_of(model) if model in one._modules]
-    if groups_of(state) and not isinstance(getattr(model, name), _Entry):
-        setattr(model, name, _Entry(model, state, name))
+def entrances(state: Any) -> list[nn.Module]:
+    """The modules by which a unit may be entered: those that have parameters of it."""
+    return [*(state._modules if groups_of(state) else ()), *modules_below(state)]
+
+
+def enter_by(state: Any, module: nn.Module, name: str) -> None:
+    """Makes a method of the module enter the unit, unless it does so already."""
+    if not _enters(module.__dict__.get(name), state):
+        setattr(module, name, _Entry(module, state, name))
 
 
 class _Entry:
     """Wraps a method (usually forward) of a module inside a unit. It enters the unit if no caller has: in a call such
     as `model.embed(x)` the module's parameters are gathered, and its gradients are reduced."""
 
-    def __init__(self, module: nn.Module, state: UnitState, name: str = "forward") -> None:
+    def __init__(self, module: nn.Module, state: Any, name: str) -> None:
         self._module, self._state, self._name, self._forward = module, state, name, getattr(module, name)
         self.group = groups_of(state)[0]
         update_wrapper(self, self._forward)
@@ -68,10 +59,10 @@ class _Entry:
         return self if copied is None else MethodType(getattr(type(self._module), self._name), copied)
 
 
-def _is_entry(forward: Any, state: UnitState) -> bool:
-    """Whether the forward already enters this unit, itself or around the entry of another unit."""
-    while isinstance(forward, _Entry):
-        if forward._state is state:
+def _enters(method: Any, state: Any) -> bool:
+    """Whether the method enters this unit already, itself or around the entry of another unit."""
+    while isinstance(method, _Entry):
+        if method._state is state:
             return True
-        forward = forward._forward
+        method = method._forward
     return False

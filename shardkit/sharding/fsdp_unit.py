@@ -31,18 +31,20 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from shardkit.distributed.tensors import outside_inference_mode
 from shardkit.errors import ModelError, UsageError
-from shardkit.sharding import fsdp_unused
+from shardkit.sharding import fsdp_entry, fsdp_unused
 from shardkit.sharding.activation import gathering
 from shardkit.sharding.fsdp_internals import (
     groups_of,
     has_gradient,
     is_gathered_once,
+    modules_below,
     parameters_of,
     refuse_transforms,
     root_of,
     states_of,
     warn_of_newer,
 )
+from shardkit.sharding.fsdp_recovery import recover_if_broken_off, recover_if_raised
 from shardkit.sharding.hooks import hook_weakly, is_in_backward
 from shardkit.sharding.offloaded_gradients import Turns
 from shardkit.sharding.outputs import LeftOnModules, may_be_differentiated
@@ -330,6 +332,26 @@ class _Once:
         if gathered.is_floating_point() or gathered.is_complex():
             hook_weakly(gathered, UnitState._gradient_arrived, self._state)
         self._then(parameter)
+
+
+def finish(model: nn.Module, compiled: Iterable[nn.Module] = ()) -> None:
+    """The last step of sharding a model: sets its root, and lets its units be entered through any of their modules.
+
+    torch takes the first unit that runs forward as the root. Modules inside `compiled` ones are not changed.
+    """
+    root = root_of(model)
+    root._lazy_init()
+    model.register_forward_pre_hook(lambda module, args: recover_if_broken_off(root), prepend=True)
+    model.register_forward_hook(lambda module, args, output: recover_if_raised(root), always_call=True)
+    for state in states_of(model):
+        for group in groups_of(state):
+            if group._reshard_after_forward:
+                group._left = LeftOnModules([*state._modules, *modules_below(state)])
+    inside_compiled = {id(inner) for module in compiled for inner in module.modules()}
+    for state in states_of(model):
+        for module in fsdp_entry.entrances(state):
+            if id(module) not in inside_compiled:
+                fsdp_entry.enter_by(state, module, "forward")
 
 
 def before_forward(model: nn.Module, call: Callable[[], None]) -> None:

@@ -38,6 +38,10 @@ class GradientMean:
         if self.sync:
             take_mean_([p for p in self.parameters if p.requires_grad], self._may_be_unused)
 
+    def leave(self, parameters: Set[int]) -> None:
+        """Average the gradients of these parameters (by id) no more: another one does."""
+        self.parameters = [p for p in self.parameters if id(p) not in parameters]
+
     def used(self) -> list[bool]:
         """For each parameter, whether it has a gradient."""
         return [parameter.grad is not None for parameter in self.parameters]

@@ -16,7 +16,7 @@ from shardkit.config import xla as xla_settings
 from shardkit.config.meaning import dtypes, eight_bits
 from shardkit.config.schema import Config
 from shardkit.distributed import control, xla
-from shardkit.distributed.tensors import is_fsdp
+from shardkit.distributed.tensors import is_dtensor, is_fsdp
 from shardkit.errors import MachineError, ModelError
 from shardkit.log import get_logger
 from shardkit.sharding import float8, precision
@@ -208,8 +208,8 @@ def _unfit(model: nn.Module, config: Config) -> list[str]:
         name = type(module).__name__
         if is_fsdp(module) or any(map(_is_spread, module.parameters(recurse=False))):
             return [
-                f"model: is already sharded (got a sharded {name} in it), by the script or by an Accelerator with "
-                "other settings; build the model anew, and prepare it once."
+                f"model: is already sharded (got a sharded {name} in it), by the script, by an Accelerator with other "
+                "settings, or as a part of another model; build the model anew, and prepare it once."
             ]
         is_in_threads = isinstance(module, nn.DataParallel) and config.num_processes > 1
         if is_in_threads or isinstance(module, DistributedDataParallel):
@@ -228,7 +228,7 @@ def _unfit(model: nn.Module, config: Config) -> list[str]:
 
 
 def _is_spread(parameter: nn.Parameter) -> bool:
-    return xla.is_xla(parameter) and xla.is_spread(parameter)
+    return is_dtensor(parameter) or (xla.is_xla(parameter) and xla.is_spread(parameter))
 
 
 def _unfit_for_fsdp(model: nn.Module) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.loops.net import Net, adam, evaluate, loss_of, started, train
-from tests.loops.run import Run, loop
+from tests.loops.run import Run, loop, whole
 
 
 class Shadow:
@@ -127,3 +127,28 @@ def state_of_the_optimizer_assigned(run: Run) -> None:
         state["exp_avg"].data = momentum * 0.5
         state["exp_avg_sq"].data = state["exp_avg_sq"].data + 0.1
     train(run, model, optimizer, 20)
+
+
+@loop()
+def whole_values_copied_in(run: Run) -> None:
+    """A snapshot that every rank has whole, as one of a loaded object is: weights are set back to it, and gradients
+    to values of the script's own."""
+    model, optimizer = started(run)
+    snapshot = {name: whole(p).clone() for name, p in model.named_parameters()}
+    for step in range(3):
+        train(run, model, optimizer, step * run.steps)
+        with torch.no_grad():
+            for number, (name, p) in enumerate(model.named_parameters()):
+                (p if number % 2 else p.data).copy_(snapshot[name].to(torch.float64))
+        inner: Any = run.unwrap(model)
+        inner.embed.weight.data[:] = 0.5 * snapshot_of(snapshot, "embed.weight")
+        inner.norm.weight.data.copy_(torch.tensor([0.9], device=run.device))
+        run.backward(loss_of(model, run.batch(step)))
+        for name, p in model.named_parameters():
+            p.grad.copy_(0.1 * snapshot[name])
+        run.step(optimizer)
+
+
+def snapshot_of(snapshot: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """By its name in the model, which DDP's has with a prefix."""
+    return next(values for key, values in snapshot.items() if key.removeprefix("module.") == name)

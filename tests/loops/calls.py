@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.loops.net import Net, adam, cross_entropy, loss_of, started, train
+from tests.loops.net import Net, Part, adam, cross_entropy, loss_of, started, train
 from tests.loops.run import BY_SIZE, LOOPS, WHOLE, WORDS, Loop, Run, loop
 
 
@@ -241,6 +241,59 @@ def a_method_with_a_parameter_of_its_own(run: Run) -> None:
     for step in range(run.steps):
         tokens = run.batch(step)
         loss = run.unwrap(model).project(tokens).pow(2).mean() + loss_of(model, tokens)
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
+class Scaling(nn.Module):
+    """A step of a flow, which is no unit by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.log_scale = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(5) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.shift) * self.log_scale.exp()
+
+    def inverse(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (-self.log_scale).exp() - self.shift
+
+
+class Coupled(nn.Module):
+    """A step with a part, which is a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaling, self.part, self.strength = Scaling(), Part(5), nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaling(x) + self.strength * self.part(x)
+
+    def inverse(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaling.inverse(x - self.strength * self.part(x))
+
+
+class Flow(nn.Sequential):
+    def sample(self, x: torch.Tensor) -> torch.Tensor:
+        for step in reversed(self):
+            x = step.inverse(x)
+        return x
+
+
+@loop(fsdp={"fsdp_transformer_layer_cls_to_wrap": ["Coupled", "Part"]})
+def methods_of_the_modules_inside(run: Run) -> None:
+    """They are called by a method of the model, in training and between steps."""
+    torch.manual_seed(0)
+    model, optimizer = started(run, Flow(Coupled(), Coupled()))
+    for module in model.modules():
+        if not run.is_plain and hasattr(module, "inverse"):
+            run.accelerator.register_forward_method(module, "inverse")
+    for step in range(run.steps):
+        with torch.no_grad():
+            run.see_mean(run.unwrap(model).sample(run.draw(step, 5)).square().mean())
+        back = run.unwrap(model).sample(run.draw(step + 50, 5))
+        loss = model(run.draw(step, 5)).square().mean() + back.square().mean()
         run.backward(loss)
         run.step(optimizer)
         run.see_mean(loss)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.loops.net import Net, adam, evaluate, loss_of, started, train
-from tests.loops.run import Run, loop
+from tests.loops.net import Net, adam, evaluate, layers, loss_of, started, train
+from tests.loops.run import WHOLE, Run, loop
 
 
 @loop()
@@ -80,6 +80,56 @@ def another_accelerator_goes_on(run: Run) -> None:
             run.see_mean(loss)
         run.start_again()
         model, optimizer = run.prepare(run.unwrap(model), optimizer)
+
+
+IN_ANOTHER = {"fsdp": WHOLE, "refused": dict.fromkeys((1, 2, 4, 5), "is already sharded"), "refused_alone": True}
+
+
+def _fit(run: Run, model: nn.Module, optimizer: Any, first: int) -> None:
+    for step in range(first, first + 3):
+        loss = (model(run.draw(step, 5)) - 1).pow(2).mean()
+        run.backward(loss)
+        run.clip(model.parameters(), 0.5)
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
+@loop(**IN_ANOTHER)
+def a_part_goes_on_in_another_model(run: Run) -> None:
+    """Pretraining, a probe on what it has learned, and then the training of all, in one process."""
+    torch.manual_seed(1)
+    body = layers(5, 7, 6)
+    model = nn.Sequential(body, nn.Linear(6, 4))
+    model, optimizer = run.prepare(model, adam(model.parameters()))
+    _fit(run, model, optimizer, 0)
+    run.free()
+    body.requires_grad_(False)
+    frozen = run.prepare(body)
+    with torch.no_grad():
+        run.see_mean(frozen(run.draw(9, 5)).mean())
+    run.free()
+    probe = nn.Sequential(body, nn.Linear(6, 3))
+    probe, for_head = run.prepare(probe, adam(probe[1].parameters()))
+    _fit(run, probe, for_head, 10)
+    body.requires_grad_(True)
+    _fit(run, probe, run.prepare(torch.optim.SGD(probe.parameters(), lr=0.1)), 20)
+
+
+@loop(**IN_ANOTHER)
+def a_part_of_two_models_in_turns(run: Run) -> None:
+    """Each has an Accelerator of its own."""
+    torch.manual_seed(1)
+    body = layers(5, 7, 6)
+    one, other = nn.Sequential(body, nn.Linear(6, 4)), nn.Sequential(body, nn.Linear(6, 3))
+    one, for_one = run.prepare(one, torch.optim.SGD(one.parameters(), lr=0.1))
+    _fit(run, one, for_one, 0)
+    before = [*run.models]
+    run.start_again()
+    other, for_other = run.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    for turn in range(2):
+        _fit(run, other, for_other, 10 + 10 * turn)
+        _fit(run, one, for_one, 50 + 10 * turn)
+    run.models += before
 
 
 @loop()
