@@ -39,9 +39,10 @@ class _Entry:
     as `model.embed(x)` the module's parameters are gathered, and its gradients are reduced."""
 
     def __init__(self, module: nn.Module, state: Any, name: str) -> None:
-        self._module, self._state, self._name, self._forward = module, state, name, getattr(module, name)
+        inner = getattr(module, name)
+        update_wrapper(self, inner)  # first: it copies the attributes of an entry of another unit, too
+        self._module, self._state, self._name, self._forward = module, state, name, inner
         self.group = groups_of(state)[0]
-        update_wrapper(self, self._forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.group._sharded_state is ShardedState.UNSHARDED:

@@ -299,6 +299,34 @@ def methods_of_the_modules_inside(run: Run) -> None:
         run.see_mean(loss)
 
 
+class TiedInside(nn.Module):
+    """A module inside a unit has a parameter of the unit, and one of the unit around it, which the head shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Part(5), Part(5)])
+        self.head = nn.Linear(5, 10, bias=False)
+        self.parts[0].up.weight = self.head.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return self.head(x)
+
+
+@loop()
+def a_module_of_two_units_called_by_itself(run: Run) -> None:
+    torch.manual_seed(0)
+    model, optimizer = started(run, TiedInside())
+    inner = run.unwrap(model)
+    for step in range(run.steps):
+        x = run.draw(step, 5)
+        loss = model(x).square().mean() + inner.parts[0].up(x).square().mean()
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
 class Recomputed(Net):
     """Blocks that compute their activations again in backward."""
 
