@@ -41,15 +41,15 @@ class _Entry:
     def __init__(self, module: nn.Module, state: Any, name: str) -> None:
         inner = getattr(module, name)
         update_wrapper(self, inner)  # first: it copies the attributes of an entry of another unit, too
-        self._module, self._state, self._name, self._forward = module, state, name, inner
+        self._module, self._state, self._name, self.around = module, state, name, inner
         self.group = groups_of(state)[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.group._sharded_state is ShardedState.UNSHARDED:
-            return self._forward(*args, **kwargs)
+            return self.around(*args, **kwargs)
         args, kwargs = self._state._pre_forward(self._module, args, kwargs)
         try:
-            output = without_views(self._forward(*args, **kwargs))
+            output = without_views(self.around(*args, **kwargs))
             return self._state._post_forward(self._module, args, output)
         finally:
             recover_if_raised(self._state)
@@ -65,5 +65,5 @@ def _enters(method: Any, state: Any) -> bool:
     while isinstance(method, _Entry):
         if method._state is state:
             return True
-        method = method._forward
+        method = method.around
     return False

@@ -23,19 +23,22 @@ class KeepingGroup(Protocol):
 
 
 class Gathered:
-    """A context in which a block finds the unit's gathered parameters where they are kept. May be entered again."""
+    """A context in which a block finds the gathered parameters of its units where they are kept. May be entered
+    again."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
-        self._shown: KeepingGroup | None = None
+        self._shown: list[KeepingGroup] = []
 
     def __enter__(self) -> None:
-        group: KeepingGroup | None = getattr(vars(self._block).get("forward"), "group", None)
-        if group is not None and group.is_kept_for_second_backward():
-            group.show_kept()
-            self._shown = group
+        entry = vars(self._block).get("forward")
+        group: KeepingGroup | None
+        while (group := getattr(entry, "group", None)) is not None:  # several, where its parameters are of several
+            if group.is_kept_for_second_backward():
+                group.show_kept()
+                self._shown.append(group)
+            entry = getattr(entry, "around", None)
 
     def __exit__(self, *error: object) -> None:
-        if self._shown is not None:
-            self._shown.hide_kept()
-            self._shown = None
+        while self._shown:
+            self._shown.pop().hide_kept()

@@ -197,13 +197,16 @@ def gradient_penalty_of_recomputed_blocks(run: Run) -> None:
 
 @loop(fsdp={"fsdp_transformer_layer_cls_to_wrap": "Part", "fsdp_activation_checkpointing": True}, refused=OF_TORCH_XLA)
 def gradient_penalty_of_recomputed_units(run: Run) -> None:
-    _penalized(run)
+    _penalized(run, is_tied=True)
 
 
-def _penalized(run: Run) -> None:
+def _penalized(run: Run, is_tied: bool = False) -> None:
     """The penalty's backward reaches operators of a block before the block's output."""
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 11), Part(11), Part(11), nn.Linear(11, 1))
+    first, second = Part(11), Part(11)
+    if is_tied:  # the unit around both has it
+        first.up.weight = second.up.weight
+    model = nn.Sequential(nn.Linear(6, 11), first, second, nn.Linear(11, 1))
     model, optimizer = run.prepare(model, adam(model.parameters()))
     for step in range(run.steps):
         true = run.batch(step).float() / 11
