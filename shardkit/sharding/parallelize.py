@@ -206,7 +206,7 @@ def _unfit(model: nn.Module, config: Config) -> list[str]:
     """Problems of a model that cannot be parallelized."""
     for module in model.modules():
         name = type(module).__name__
-        if is_fsdp(module) or any(map(_is_spread, module.parameters(recurse=False))):
+        if is_fsdp(module) or any(_is_spread(parameter, config) for parameter in module.parameters(recurse=False)):
             return [
                 f"model: is already sharded (got a sharded {name} in it), by the script, by an Accelerator with other "
                 "settings, or as a part of another model; build the model anew, and prepare it once."
@@ -227,8 +227,13 @@ def _unfit(model: nn.Module, config: Config) -> list[str]:
     return problems
 
 
-def _is_spread(parameter: nn.Parameter) -> bool:
-    return is_dtensor(parameter) or (xla.is_xla(parameter) and xla.is_spread(parameter))
+def _is_spread(parameter: nn.Parameter, config: Config) -> bool:
+    """Whether it is sharded already, but not by the script itself (tensor parallelism)."""
+    if config.mode == "fsdp" and is_dtensor(parameter):
+        from shardkit.sharding.sharded_parameter import ShardedParameter
+
+        return isinstance(parameter, ShardedParameter)
+    return xla.is_xla(parameter) and xla.is_spread(parameter)
 
 
 def _unfit_for_fsdp(model: nn.Module) -> list[str]:
