@@ -97,6 +97,12 @@ def test_names_on_a_hub_mean_the_models_sizes(spec, name):
     assert open_models.name_of(spec) == name
 
 
+def test_a_file_of_the_same_name_is_no_open_model(tmp_path):
+    (tmp_path / "gpt2").write_text("notes")
+    with pytest.raises(ModelError, match="gpt2: not a file that describes a model"):
+        describe("gpt2", folder=tmp_path)
+
+
 @pytest.mark.slow
 def test_a_folder_of_the_same_name_is_the_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,9 @@
 """Open models by name, such as llama-3.1-8b: their sizes, for Transformers to build the module from. Nothing is
 downloaded. The sizes are those of the `config.json` that each model was published with."""
 
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 Sizes = dict[str, Any]
@@ -117,3 +119,8 @@ def name_of(spec: str) -> str | None:
     """The name of the open model that a spec means, also by its name on a hub: meta-llama/Llama-3.1-8B-Instruct."""
     plain = _VARIANTS.sub("", spec.rpartition("/")[2].lower().removeprefix("meta-"))
     return plain if plain in SIZES and spec.count("/") <= 1 else None
+
+
+def meant_by(spec: str, folder: Path) -> str | None:
+    """The same, unless a file or folder has this name: then that is meant."""
+    return None if os.path.exists(folder / spec) else name_of(spec)

@@ -4,7 +4,6 @@ Run in a child process by `sources.py`, because it loads torch and the user's ow
 """
 
 import json
-import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -105,12 +104,12 @@ def describe_transformers(spec: str) -> ModelDescription:
     """The model of a Transformers config.json, or an open model by its name, with new weights on the meta device."""
     with torch.device("meta"):
         model = build_transformers(spec)
-    notes = (
-        [f"The sizes are those of {open_models.name_of(spec)}, as published; nothing was downloaded."]
-        if not os.path.exists(spec)
-        else []
+    notes = []
+    if (name := open_models.meant_by(spec, Path())) is not None:
+        notes.append(f"The sizes are those of {name}, as published; nothing was downloaded.")
+    notes.append(
+        "Parameters count as fp32, as in training with mixed precision, regardless of the saved weights' dtype."
     )
-    notes += ["Parameters count as fp32, as in training with mixed precision, regardless of the saved weights' dtype."]
     if getattr(model.config, "quantization_config", None):
         notes.append(
             "quantization_config is not applied: the plan is for training all weights in full. For frozen quantized "
@@ -132,7 +131,7 @@ def build_transformers(spec: str) -> nn.Module:
     import transformers
 
     try:
-        if not os.path.exists(spec) and (name := open_models.name_of(spec)) is not None:
+        if (name := open_models.meant_by(spec, Path())) is not None:
             config = transformers.AutoConfig.for_model(**open_models.SIZES[name])
         else:
             config = transformers.AutoConfig.from_pretrained(spec, trust_remote_code=False)

@@ -64,7 +64,8 @@ def _any(matches: Callable[[str], Any], tree: ModuleNode) -> bool:
 
 
 def _has_blocks(tree: ModuleNode, config: FsdpConfig) -> bool:
-    own = [name for name in config.transformer_layer_cls_to_wrap if name in _classes(tree)]
+    present = _classes(tree)
+    own = [name for name in config.transformer_layer_cls_to_wrap if name in present]
     try:
         return bool(block_names(tree, config.model_copy(update={"transformer_layer_cls_to_wrap": own})))
     except ModelError:

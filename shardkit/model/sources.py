@@ -57,7 +57,7 @@ def kind_of(spec: str, folder: Path) -> Kind | None:
         return "transformers"
     if is_folder or (is_file and path.suffix == ".safetensors"):
         return "weights"
-    if open_models.name_of(spec) is not None:
+    if open_models.meant_by(spec, folder) is not None:
         return "transformers"
     return "factory" if _looks_like_factory(spec) else None
 
@@ -110,9 +110,6 @@ def _looks_like_factory(spec: str) -> bool:
 
 
 def _unknown(spec: str, path: Path) -> str:
-    near = get_close_matches(spec.rpartition("/")[2].lower(), [*BUILTIN, *open_models.SIZES], 3, cutoff=0.8)
-    if near:
-        return f"--model {spec}: unknown; did you mean {' or '.join(near)}?"
     file, _, attribute = spec.partition(":")
     if file.endswith(".py"):
         *parents, module = Path(file.removesuffix(".py")).parts
@@ -123,6 +120,9 @@ def _unknown(spec: str, path: Path) -> str:
         return f"--model {spec}: a file is not a model; give module:function, as {module}{where}."
     if os.path.isfile(path):
         return f"--model {spec}: not a file that describes a model; give {FORMS}."
+    near = get_close_matches(spec.rpartition("/")[2].lower(), [*BUILTIN, *open_models.SIZES], 3, cutoff=0.8)
+    if near:
+        return f"--model {spec}: unknown; did you mean {' or '.join(near)}?"
     is_file = path.suffix in {".json", ".safetensors"}
     if re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and not is_file and not path.parent.exists():  # a name on a hub
         return f"--model {spec}: no such folder; models are not downloaded: give the folder of its config.json."
