@@ -211,12 +211,12 @@ def _side_by_side(options: Options) -> list[str]:
 
 
 def _counted(outcomes: Path) -> dict[str, Any]:
-    """How many passed, which did not, and which were skipped and why. The last line of a test counts."""
+    """How many passed, which did not or were skipped, and why. The last line of a test counts."""
     lines = [json.loads(line) for line in outcomes.read_text().splitlines()] if outcomes.exists() else []
     last = {line["name"]: line for line in lines}
     return {
         "passed": sum(line["outcome"] == "passed" for line in last.values()),
-        "not_passed": [name for name, line in last.items() if line["outcome"] == "failed"],
+        "not_passed": {name: line["reason"] for name, line in last.items() if line["outcome"] == "failed"},
         "skipped": {name: line["reason"] for name, line in last.items() if line["outcome"] == "skipped"},
     }
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+LONGEST_REASON = 5000  # characters; of the end of a report, which tells the error
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The file that gets the lines."""
@@ -29,7 +31,8 @@ class _Outcomes:
         """A line for a test's call, and one for a preparation or an end that did not pass."""
         if report.when != "call" and report.passed:
             return
-        reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
+        is_skipped = isinstance(report.longrepr, tuple)
+        reason = report.longrepr[2].removeprefix("Skipped: ") if is_skipped else report.longreprtext[-LONGEST_REASON:]
         line = {"name": report.nodeid.rpartition("::")[2], "outcome": report.outcome, "reason": reason}
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")

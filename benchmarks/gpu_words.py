@@ -46,8 +46,14 @@ def last_line(text: str) -> str:
 def _of_tests(found: dict[str, Any]) -> Iterator[str]:
     if "passed" in found:
         yield f"{found['passed']} passed, {len(found['not_passed'])} failed, {len(found['skipped'])} skipped"
-        yield from (f"failed: {name}" for name in found["not_passed"])
+        yield from (f"failed: {name}: {_error_of(report)}" for name, report in found["not_passed"].items())
         yield from (f"skipped: {name}: {reason}" for name, reason in found["skipped"].items())
+
+
+def _error_of(report: str) -> str:
+    """The first line of pytest's report that tells the error, which begins with E; a loop may name many numbers."""
+    told = (line[1:].strip() for line in report.splitlines() if line.startswith("E "))
+    return next(told, last_line(report))[:300]
 
 
 def _of_steps(found: dict[str, Any]) -> Iterator[str]:

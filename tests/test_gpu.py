@@ -35,7 +35,7 @@ CPU = pytest.param("cpu", marks=pytest.mark.loops)
 ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 ON_BOTH = pytest.mark.parametrize("device", [CPU, CUDA])
 STRATEGY = "fsdp_sharding_strategy"
-PARTS = 6
+PARTS = 12
 
 
 def run(

@@ -194,11 +194,12 @@ def test_outcomes_are_kept_also_of_tests_side_by_side(tmp_path, side_by_side):
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *side_by_side, str(tmp_path)]
     gpu.run(gpu.Options(), [*command, "-p", "benchmarks.gpu_outcomes", "--outcomes", str(outcomes)])
     found = gpu._counted(outcomes)
-    assert sorted(found.pop("not_passed")) == ["test_three", "test_two[1]"]
+    not_passed = found.pop("not_passed")
+    assert sorted(not_passed) == ["test_three", "test_two[1]"] and "OSError" in not_passed["test_three"]
     assert found == {"passed": 1, "skipped": {LONG: "no (CUDA) device"}}
-    assert list(gpu_words.lines("tests", found | {"not_passed": ["test_two[1]"]})) == [
+    assert list(gpu_words.lines("tests", found | {"not_passed": {"test_two[1]": not_passed["test_two[1]"]}})) == [
         "1 passed, 1 failed, 1 skipped",
-        "failed: test_two[1]",
+        "failed: test_two[1]: assert 1 == 2",
         f"skipped: {LONG}: no (CUDA) device",
     ]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -58,6 +59,7 @@ def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offl
         precision.cast_between(model, units, mixed.param)
     _move(units.replicated.values(), accelerators.current(mesh.device_type))
     managed = {id(p): unit.fqn for unit in units.units for p in unit.parameters.values()}
+    _keep_weights_apart(model, managed)
     for unit in units.units:
         elsewhere = {p for p in every_parameter(unit.module) if managed.get(id(p), unit.fqn) != unit.fqn}
         _make_contiguous(unit.parameters.values())
@@ -84,6 +86,19 @@ def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offl
     set_prefetch(modules, config.fsdp)
     if config.shardkit.ddp_find_unused_parameters:
         reduce_unused(modules[-1])
+
+
+def _keep_weights_apart(model: nn.Module, managed: Container[int]) -> None:
+    """Recurrent networks otherwise move their weights into one memory, at a forward on a GPU that finds others than
+    before: gathered ones would no longer be what FSDP gathers into. cuDNN now joins them in each forward, and warns."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase) and any(id(p) in managed for p in module.parameters(recurse=False)):
+            module.__dict__["flatten_parameters"] = _flattens_nothing
+            warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk", UserWarning)
+
+
+def _flattens_nothing() -> None:
+    """In the place of `flatten_parameters` of a sharded module."""
 
 
 def _give_forward(module: nn.Module) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from shardkit import Accelerator
 from shardkit.config.schema import Config
 from shardkit.errors import ShardkitError
+from shardkit.sharding.fsdp import can_reduce_unused
 
 BATCH = 12  # samples of a global batch: 1, 2, 3 and 4 ranks divide it
 WORDS = 11
@@ -45,6 +46,8 @@ class Loop:
         under strategy 3."""
         if device == "xla" and "xla" in self.refused:
             return self.refused["xla"]
+        if self.shardkit.get("ddp_find_unused_parameters") and strategy != 3 and not can_reduce_unused():
+            return "FSDP supports it since torch 2.13"
         return self.refused.get(3 if device == "xla" else strategy) if _world() > 1 or self.refused_alone else None
 
 
@@ -238,26 +241,27 @@ def plain(name: str) -> tuple[list[float], dict[str, Any]]:
 
 
 def on_ranks(name: str, strategies: tuple[int, ...], device: str = "cpu", **fsdp: Any) -> dict[int, Any]:
-    """The same by an Accelerator, for each strategy: runs on every rank. What a strategy refuses is its text."""
+    """The same by an Accelerator, for each strategy: runs on every rank. Of what is refused, as it is to be, the error's
+    text."""
     one, found = LOOPS[name], {}
     for strategy in strategies:
         accelerator = Accelerator(config=config_of(strategy, one, device, **fsdp))
         run = RanksRun(accelerator=accelerator, accumulation=one.accumulation)
         torch.manual_seed(0)
-        found[strategy] = _result(one, run, one.refusal(strategy, device) is not None)
+        found[strategy] = _result(one, run, one.refusal(strategy, device))
         accelerator.free_memory()
     return found
 
 
-def _result(one: Loop, run: Run, is_refused: bool) -> Any:
-    if not is_refused:
-        one.function(run)
-        return run.seen, numbers(run)
+def _result(one: Loop, run: Run, refusal: str | None) -> Any:
     try:
         one.function(run)
     except (ShardkitError, RuntimeError) as error:
-        return str(error)
-    return "not refused"
+        if refusal is not None and refusal in str(error):
+            return str(error)
+        raise
+    assert refusal is None, f"not refused: {refusal}"
+    return run.seen, numbers(run)
 
 
 def numbers(run: Run) -> dict[str, Any]:
