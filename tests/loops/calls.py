@@ -415,6 +415,7 @@ class Recurrent(nn.Module):
         return weight.new_zeros(2, samples, 8), weight.new_full((2, samples, 8), 0.5)
 
     def forward(self, tokens: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        self.cells.flatten_parameters()
         outputs, state = self.cells.forward(self.embed.forward(tokens), state)
         return self.head.forward(outputs) + torch.zeros(WORDS, device=self.empty.device), state
 
