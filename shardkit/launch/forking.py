@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from shardkit import env
 from shardkit.errors import MachineError
 from shardkit.fast_exit import exit_without_interpreter_teardown, exit_without_torch_teardown
-from shardkit.launch import bootstrap, names, preloaded, processes
+from shardkit.launch import bootstrap, names, preloaded
 from shardkit.launch.preloaded import Before, Preloaded, Taken
 from shardkit.launch.spec import rank_command
 
@@ -138,8 +138,8 @@ class Template:
         """Why ranks cannot be forked after the modules were imported; None if they can."""
         if self._problem == "unknown":
             self._problem = self._read()["problem"]
-        if self._problem is None and processes.exit_code(self.pid) is not None:
-            self._problem = DIED
+        if self._problem is None:  # it may have been killed with the ranks, and not have ended yet
+            self._problem = self._ask({}).get("problem")
         return self._problem
 
     def start(self, arguments: Sequence[str], shared: Mapping[str, str], own: Sequence[Mapping[str, str]]) -> list[int]:
@@ -151,11 +151,7 @@ class Template:
         request = {"arguments": list(arguments), "shared": dict(shared), "own": [dict(one) for one in own]}
         adopt_orphans(True)  # only for the ranks, not for orphans of ranks
         try:
-            self._stream.write(json.dumps(request).encode() + b"\n")
-            self._stream.flush()
-            answer = self._read()
-        except OSError as error:
-            answer = {"problem": error.strerror}
+            answer = self._ask(request)
         finally:
             adopt_orphans(False)
         if "problem" in answer:
@@ -164,6 +160,15 @@ class Template:
                 "free memory and process slots on this machine, or try --start exec."
             )
         return list(answer["pids"])
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request; to an empty one an empty answer. A template that has died answers with a problem."""
+        try:
+            self._stream.write(json.dumps(request).encode() + b"\n")
+            self._stream.flush()
+            return self._read()
+        except OSError:
+            return {"problem": DIED}
 
     def _read(self) -> dict[str, Any]:
         return json.loads(self._stream.readline() or json.dumps({"problem": DIED}))
@@ -217,14 +222,17 @@ def _serve(
         taken = preloaded.take_out(before)
         gc.freeze()  # otherwise the first collection in each rank would write to, and copy, all pages of torch objects
         stream = connection.makefile("rb")
-        for line in stream:
+        for request in map(json.loads, stream):
+            if not request:
+                connection.sendall(b"{}\n")
+                continue
             reader, writer = os.pipe()
             helper = fork()
             if helper == 0:
                 stream.close()
                 connection.close()
                 os.close(reader)
-                _fork_ranks(writer, json.loads(line), mask, launcher, taken)
+                _fork_ranks(writer, request, mask, launcher, taken)
             os.close(writer)
             os.waitpid(helper, 0)  # from now on the ranks are children of the launcher
             with open(reader, "rb") as answer:
