@@ -59,7 +59,7 @@ def test_the_model_may_be_given_without_its_flag(capsys):
 
 @pytest.mark.requirement("B5")
 def test_sequences_that_nobody_has_chosen_are_said_where_they_are_long(capsys):
-    model = ["llama-3.2-1b", "--world", "2", "--device", "h100-80", "--batch-size", "1"]
+    model = ["gpt:layers=2,hidden=64,heads=2,seq=131072", "--world", "2", "--device", "h100-80", "--batch-size", "1"]
     said = [plan(capsys, *model, *more) for more in ([], ["--seq-len", "131072"], ["--seq-len", "2048"])]
     longest = "(the longest sequences that the model takes; --seq-len plans shorter ones)"
     assert f"131,072 tokens a rank\n{longest}\n" in said[0]
