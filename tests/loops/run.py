@@ -241,7 +241,7 @@ def plain(name: str) -> tuple[list[float], dict[str, Any]]:
 
 
 def on_ranks(name: str, strategies: tuple[int, ...], device: str = "cpu", **fsdp: Any) -> dict[int, Any]:
-    """The same by an Accelerator, for each strategy: runs on every rank. What is refused, as it is to be, is its text."""
+    """The same by an Accelerator, for each strategy: runs on every rank. What is refused as it is to be, is its text."""
     one, found = LOOPS[name], {}
     for strategy in strategies:
         accelerator = Accelerator(config=config_of(strategy, one, device, **fsdp))
