@@ -261,9 +261,9 @@ def test_objects_are_gathered_and_broadcast(ranks):
 def padded_tail():
     rank = dist.get_rank()
     data = {"x": torch.arange(2) + 2 * rank, "loss": torch.tensor(float(rank))}
-    found = collectives.gather_real(data, 3)
+    found = collectives.gather_real(data, collectives.Real(3, 2))
     whole = collectives.gather_real(data["x"], None)
-    listed = collectives.gather_real([f"{rank}a", f"{rank}b"], 3)
+    listed = collectives.gather_real([f"{rank}a", f"{rank}b"], collectives.Real(3, 2))
     return found["x"].tolist(), found["loss"].tolist(), whole.tolist(), listed
 
 

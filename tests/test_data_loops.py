@@ -976,6 +976,28 @@ def ready_batches(accelerator, first, second):
     return [accelerator.gather_for_metrics(batch * 2) // 2 for batch in loader]
 
 
+def single_samples(accelerator, first, second):
+    """0-dim: the last of the 15 has no partner on the other rank."""
+    loader = accelerator.prepare(DataLoader(torch.arange(15), batch_size=None))
+    return [accelerator.gather_for_metrics(sample * 2) // 2 for sample in loader]
+
+
+def a_value_of_each_sample(accelerator, first, second):
+    """A metric of one sample is 0-dim."""
+    loader = accelerator.prepare(DataLoader(torch.arange(15), batch_size=1))
+    return [accelerator.gather_for_metrics(batch.sum()) for batch in loader]
+
+
+def objects_of_single_samples(accelerator, first, second):
+    loader = accelerator.prepare(DataLoader(torch.arange(15), batch_size=1))
+    return [torch.tensor(accelerator.gather_for_metrics(int(batch))) for batch in loader]
+
+
+def a_value_of_each_batch(accelerator, first, second):
+    loader = accelerator.prepare(DataLoader(torch.arange(9), batch_sampler=OfLengths(4, 2, 3)))
+    return [accelerator.gather_for_metrics(batch.sum()) for batch in loader]
+
+
 class OfLengths(Sampler):
     """A batch sampler of batches of these lengths."""
 
@@ -1027,6 +1049,10 @@ def values_that_differ_are_not_cut(accelerator, first, second):
         (batches_of_different_lengths, [*range(9), *range(7), *range(7)]),
         (objects_of_batches_of_different_lengths, [*range(9)]),
         (ready_batches, [*range(15)]),
+        (single_samples, [*range(15)]),
+        (a_value_of_each_sample, [*range(15)]),
+        (objects_of_single_samples, [*range(15)]),
+        (a_value_of_each_batch, [6, 9, 21]),
         (objects_of_each_sample, [*range(100, 117)]),
         (both_of_a_zip, [*range(24), *range(100, 117)]),
         (one_ahead, [*range(100, 117)]),

@@ -7,7 +7,7 @@ them. Tensors may have any dtype: data that is only moved is sent as bytes.
 import hashlib
 from collections.abc import Callable, Mapping
 from copy import copy
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,19 +37,30 @@ def gather(data: Any) -> Any:
     return map_tensors(lambda tensor: _gather_one(_at_least_1d(tensor)), data)
 
 
-def gather_real(data: Any, real: int | None, as_objects: bool = False) -> Any:
-    """As `gather`, cut to the first `real` samples, without the padding; None: no padding.
+class Real(NamedTuple):
+    """What is real in a padded global batch."""
 
-    Tensors that are 0-dim on each rank, such as a loss, have one value per rank, not per sample, and are not cut. Other
-    objects are returned as one list, as by `gather_object`. Collective.
+    samples: int
+    ranks: int
+    """The first ranks: those that have a real sample."""
+    is_mixed: bool = False
+    """Whether the last of them has padding, too."""
+
+
+def gather_real(data: Any, real: Real | None, as_objects: bool = False) -> Any:
+    """As `gather`, without the padding; None: no padding.
+
+    Tensors that are 0-dim on each rank, such as a loss, have one value per rank: those of ranks with padding alone are
+    left out. Other objects are returned as one list, as by `gather_object`: a list with one object per sample, or one
+    object for all. Collective.
     """
+    samples, ranks = (real.samples, real.ranks) if real else (None, None)
     if as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves(data)):
-        return gather_object(data)[:real]
+        return gather_object(data)[: samples if isinstance(data, list) else ranks]
     _same_everywhere(data, "gather_for_metrics")
 
     def real_part(tensor: torch.Tensor) -> torch.Tensor:
-        whole = _gather_one(_at_least_1d(tensor))
-        return whole if tensor.dim() == 0 else whole[:real]
+        return _gather_one(_at_least_1d(tensor))[: samples if tensor.dim() else ranks]
 
     return map_tensors(real_part, data)
 
