@@ -153,8 +153,8 @@ class PreparedLoader:
 
     @property
     def first(self) -> list[str] | None:
-        """Inside a loop, where every rank reads the whole order or stream: digests of its first items."""
-        return None if self._loop is None else self._loop.first
+        """Digests of the first items of the loop, after it of the last one, where all ranks read the same."""
+        return getattr(self._loop or self.ended, "first", None)
 
     @property
     def began(self) -> int:

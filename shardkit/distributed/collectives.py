@@ -7,7 +7,7 @@ them. Tensors may have any dtype: data that is only moved is sent as bytes.
 import hashlib
 from collections.abc import Callable, Mapping
 from copy import copy
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,26 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def gather(data: Any) -> Any:
+class Beside(Protocol):
+    """What ranks compare where they meet, in the same message."""
+
+    def text(self) -> str:
+        """The same on ranks that agree."""
+
+    def note_equal(self) -> None:
+        """Called on all ranks where their texts are the same."""
+
+    def compare(self) -> None:
+        """Called on all ranks where they may not be. Collective; raises UsageError on all ranks, or on none."""
+
+
+def gather(data: Any, beside: Beside | None = None) -> Any:
     """`data` with each tensor replaced by all ranks' tensors, concatenated along dim 0 in rank order, on every rank.
 
     A 0-dim tensor counts as one of length 1. Collective. Raises UsageError on all ranks where shapes or structures
     differ between ranks (`pad_across_processes` makes them equal).
     """
-    _same_everywhere(data, "gather")
+    _same_everywhere(data, "gather", beside)
     return map_tensors(lambda tensor: _gather_one(_at_least_1d(tensor)), data)
 
 
@@ -47,7 +60,7 @@ class Real(NamedTuple):
     """Whether the last of them has padding, too."""
 
 
-def gather_real(data: Any, real: Real | None, as_objects: bool = False) -> Any:
+def gather_real(data: Any, real: Real | None, as_objects: bool = False, beside: Beside | None = None) -> Any:
     """As `gather`, without the padding; None: no padding.
 
     Tensors that are 0-dim on each rank, such as a loss, have one value per rank: those of ranks with padding alone are
@@ -56,8 +69,9 @@ def gather_real(data: Any, real: Real | None, as_objects: bool = False) -> Any:
     """
     samples, ranks = (real.samples, real.ranks) if real else (None, None)
     if as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves(data)):
+        _same_everywhere([], "gather_for_metrics", beside)
         return gather_object(data)[: samples if isinstance(data, list) else ranks]
-    _same_everywhere(data, "gather_for_metrics")
+    _same_everywhere(data, "gather_for_metrics", beside)
 
     def real_part(tensor: torch.Tensor) -> torch.Tensor:
         return _gather_one(_at_least_1d(tensor))[: samples if tensor.dim() else ranks]
@@ -65,10 +79,10 @@ def gather_real(data: Any, real: Real | None, as_objects: bool = False) -> Any:
     return map_tensors(real_part, data)
 
 
-def gather_repeated(data: Any, local: int, real: int) -> Any | None:
+def gather_repeated(data: Any, local: int, real: int, beside: Beside | None = None) -> Any | None:
     """As `gather`, with the first `local` values of each rank, and of these the first `real`, where each rank's 1-dim
     tensors hold one value repeated; else None. Collective; `local` may differ between ranks."""
-    _same_everywhere(data, "gather_for_metrics")
+    _same_everywhere(data, "gather_for_metrics", beside)
     gathered = map_tensors(lambda tensor: _gather_one(tensor).unflatten(0, (world_size(), -1)), data)
     if not all(bool((rows == rows[:, :1]).all()) for rows in leaves(gathered)):
         return None
@@ -92,7 +106,12 @@ def gather_object(data: Any) -> list[Any]:
     return everyone
 
 
-def reduce(data: Any, reduction: Literal["mean", "sum", "max", "min", "none"] = "sum", scale: float = 1.0) -> Any:
+def reduce(
+    data: Any,
+    reduction: Literal["mean", "sum", "max", "min", "none"] = "sum",
+    scale: float = 1.0,
+    beside: Beside | None = None,
+) -> Any:
     """`data` with each tensor replaced by its mean, sum, max or min over all ranks, times `scale`, on every rank.
 
     Same shapes. Collective. As in torch, the mean of integers is a float, the sum of bools and of integers below 32
@@ -102,7 +121,7 @@ def reduce(data: Any, reduction: Literal["mean", "sum", "max", "min", "none"] = 
         raise UsageError(f"reduce: unknown reduction (got {reduction!r}); use mean, sum, max, min or none.")
     if reduction == "none":
         return data
-    _same_everywhere(data, "reduce")
+    _same_everywhere(data, "reduce", beside)
     return map_tensors(lambda tensor: _reduce_one(tensor, reduction, scale), data)
 
 
@@ -325,8 +344,9 @@ def _device() -> torch.device:
     return torch.device("cpu" if "cpu" in str(dist.get_backend_config()) else accelerators.kind() or "cpu")
 
 
-def _same_everywhere(data: Any, what: str) -> None:
-    """Raises UsageError on all ranks where structure, shapes or dtypes differ. Collective: 8 bytes a rank."""
+def _same_everywhere(data: Any, what: str, beside: Beside | None = None) -> None:
+    """Raises UsageError on all ranks where structure, shapes or dtypes differ, or what is compared beside them.
+    Collective: 8 bytes a rank."""
     if world_size() == 1:
         map_tensors(lambda tensor: tensor, data)
         return
@@ -335,18 +355,25 @@ def _same_everywhere(data: Any, what: str) -> None:
         description = _description(data)
     except UsageError as error:
         problem, description = f"{what}: {error}", ""
-    digest = int.from_bytes(hashlib.sha256(description.encode()).digest()[:7], "big") if problem is None else -1
+    text = description + (beside.text() if beside else "")
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") if problem is None else -1
     value = torch.tensor([digest, -digest], device="cpu")  # reading one on a device would wait for the device
     dist.all_reduce(value, dist.ReduceOp.MIN, group=control.on_cpu())
     if digest >= 0 and int(value[0]) == -int(value[1]) == digest:
+        if beside:
+            beside.note_equal()
         return
+    if beside:
+        beside.compare()  # first: tensors of different data may differ in shape
     everyone = control.start()
     everyone.agree(problem, error=UsageError)
-    raise UsageError(
-        f"{what}: ranks have different tensors ("
-        + "; ".join(f"rank {number}: {text}" for number, text in enumerate(everyone.exchange(description)))
-        + "); make them equal, for instance with accelerator.pad_across_processes(...)."
-    )
+    descriptions = everyone.exchange(description)
+    if len(set(descriptions)) > 1:
+        raise UsageError(
+            f"{what}: ranks have different tensors ("
+            + "; ".join(f"rank {number}: {text}" for number, text in enumerate(descriptions))
+            + "); make them equal, for instance with accelerator.pad_across_processes(...)."
+        )
 
 
 def _description(data: Any) -> str:
