@@ -914,6 +914,18 @@ def one_ahead(accelerator, first, second):
     return found
 
 
+def labels_read_ahead(accelerator, first, second):
+    """The 15 samples fill all but one place of their two batches, which are as long on both ranks."""
+    loader, found = accelerator.prepare(DataLoader(torch.arange(15), batch_size=4)), []
+    for ahead in (1, 2):
+        waiting = []
+        for batch in chain(loader, [None] * ahead):
+            waiting.append(batch)
+            if len(waiting) > ahead and (batch := waiting.pop(0)) is not None:
+                found.append(accelerator.gather_for_metrics((batch * 2, batch))[0] // 2)
+    return found
+
+
 class Encoding(UserDict):
     """As Transformers' BatchEncoding."""
 
@@ -1056,6 +1068,7 @@ def values_that_differ_are_not_cut(accelerator, first, second):
         (objects_of_each_sample, [*range(100, 117)]),
         (both_of_a_zip, [*range(24), *range(100, 117)]),
         (one_ahead, [*range(100, 117)]),
+        (labels_read_ahead, [*range(15)] * 2),
         (encodings_one_ahead, [*range(17)]),
         (data_classes_one_ahead, [*range(17)]),
         (encodings_of_a_zip, [*range(24), *range(17)]),
@@ -1088,10 +1101,25 @@ def gathered_after_the_loop(samples):
     return lines
 
 
+def predictions_read_ahead():
+    """Whether those of the last batch, which are no tensors of it, are warned of."""
+    padding._warn_of_ended_loop.cache_clear()
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "MULTI_CPU"})
+    batches = iter(accelerator.prepare(DataLoader(Numbers(13), batch_size=4)))
+    with log_lines("shardkit.data") as lines:
+        batch = next(batches)
+        while batch is not None:
+            predicted, batch = batch * 2, next(batches, None)
+            accelerator.gather_for_metrics(predicted)
+    accelerator.free_memory()
+    return any("or of the last one if the loop was read ahead" in line for line in lines)
+
+
 def test_values_of_a_whole_loop_gathered_after_it_are_told_to_have_the_padding(ranks):
     for lines in ranks.run(2, gathered_after_the_loop, 13):
         (line,) = lines
         assert line.startswith("gather_for_metrics: called after the loop with the values of all its batches")
+    assert ranks.run(2, predictions_read_ahead) == [True, True]
     assert ranks.run(2, gathered_after_the_loop, 12) == [[], []]
     assert ranks.run(1, gathered_after_the_loop, 13) == [[]]
 

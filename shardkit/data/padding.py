@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardkit.data.loader import PreparedLoader, active_loader
-from shardkit.data.loop import Loop
+from shardkit.data.loop import Loop, alive
 from shardkit.distributed.collectives import Real, leaves, world_size
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
@@ -38,6 +38,8 @@ def _real_of_batch(loaders: Sequence[PreparedLoader], given: Any, is_list: bool)
             return _real(loader, loop.remainder, loop.batches, size, is_list)
     candidates = _read_in_turns(loaders)
     known = [loader for loader in candidates if _is_of(given, loader)]
+    if not known and any(_is_of_earlier(given, loader.newest_loop) for loader in loaders):
+        return None  # only the last batch is padded, and the script has read it ahead
     possible = known or [loader for loader in candidates if _may_be_of(size, loader)]
     found = {_real(loader, loader.remainder, loader.batches, size, is_list) for loader in possible}
     if len(found) > 1:
@@ -50,7 +52,9 @@ def _real_of_batch(loaders: Sequence[PreparedLoader], given: Any, is_list: bool)
         _warn_of_other_length()
     newest = active_loader(loaders)
     since = 0 if newest is None else newest.last_yield
-    if not known and any(loop is not None and loop.last_yield > since and _is_whole(size, loop) for _, loop in ended):
+    if not known and any(
+        loop is not None and loop.last_yield > since and _may_be_padded(size, loop) for _, loop in ended
+    ):
         _warn_of_ended_loop()
     return next(iter(found), None)
 
@@ -95,9 +99,10 @@ def _may_be_of(size: int | None, loader: PreparedLoader) -> bool:
     return size is None or loader.local_samples in (None, size) or loader.batches is not None
 
 
-def _is_whole(size: int | None, loop: Loop) -> bool:
-    """Whether so many samples may be all of a loop that has ended with a padded batch, with those of the padding."""
-    return loop.is_padded and size is not None and size == loop.local_total
+def _may_be_padded(size: int | None, loop: Loop) -> bool:
+    """Whether so many samples may be all of a loop that has ended with a padded batch, or those of this batch, with
+    the padding."""
+    return loop.is_padded and size is not None and size in (loop.local_total, loop.local_samples)
 
 
 def _read_in_turns(loaders: Iterable[PreparedLoader]) -> Sequence[PreparedLoader]:
@@ -112,8 +117,19 @@ def _read_in_turns(loaders: Iterable[PreparedLoader]) -> Sequence[PreparedLoader
 
 def _is_of(given: Any, loader: PreparedLoader) -> bool:
     """Whether `given` contains a tensor of the loader's current batch."""
-    batch = {id(tensor) for tensor in loader.batch_tensors()}
-    return any(id(leaf) in batch for leaf in leaves(given))
+    return _contains(given, loader.batch_tensors())
+
+
+def _is_of_earlier(given: Any, loop: Loop | None) -> bool:
+    """Whether `given` contains a tensor of a batch before the newest, which is padded."""
+    if loop is None or not loop.is_padded:
+        return False
+    return any(_contains(given, alive(tensors)) for tensors in loop.earlier)
+
+
+def _contains(given: Any, tensors: Iterable[torch.Tensor]) -> bool:
+    known = {id(tensor) for tensor in tensors}
+    return any(id(leaf) in known for leaf in leaves(given))
 
 
 def _samples_in(given: Any, is_list: bool) -> int | None:
@@ -145,6 +161,7 @@ def _warn_of_objects(kind: str) -> None:
 @cache
 def _warn_of_ended_loop() -> None:
     log.warning(
-        "gather_for_metrics: called after the loop with the values of all its batches, of which the last was padded: "
-        "the samples that fill it up are counted too; call it inside the loop, once for each batch."
+        "gather_for_metrics: called after the loop with the values of all its batches, or of the last one if the loop "
+        "was read ahead, which was padded: the samples that fill it up are counted too; call it inside the loop, once "
+        "for each batch, or with a tensor of the batch beside: gather_for_metrics((predicted, labels))."
     )

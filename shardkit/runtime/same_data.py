@@ -69,10 +69,11 @@ class SameData:
         self._refuse_different()
 
     def _first(self) -> dict[int, list[str] | None]:
-        return {number: loader.first for number, loader in enumerate(self._loaders)}
+        loops = enumerate(loader.newest_loop for loader in self._loaders)
+        return {number: None if loop is None else loop.first for number, loop in loops}
 
     def _refuse_different(self) -> None:
-        if problem := self._control.decide([loader.first for loader in self._loaders], _difference):
+        if problem := self._control.decide(list(self._first().values()), _difference):
             raise UsageError(problem)
 
 
