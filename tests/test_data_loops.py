@@ -281,6 +281,21 @@ def test_a_loop_that_goes_on_after_an_error_of_the_data_does_not_end_as_if_its_e
     assert lists(ended) == [[0, 1, 2, 3]] and lists(ended) == []
 
 
+class Exhausted(Numbers):
+    """Reads from an iterator that has fewer samples than its length says."""
+
+    def __getitem__(self, index):
+        return torch.tensor(index) if index < 13 else next(iter(()))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_raises_stop_iteration_does_not_end_the_epoch_of_its_rank_alone(workers):
+    batches, given = iter(prepared(0, 2, Exhausted(), num_workers=workers)), []
+    with pytest.raises(UsageError, match=r"raised StopIteration, which ends the epoch on this rank alone \(got 2"):
+        given.extend(batches)
+    assert flat(given) == [0, 1, 2, 3, 8, 9, 10, 11]
+
+
 def test_an_epoch_named_by_hand(loader, epochs):
     for epoch in (2, 0, 0, 3):
         loader.set_epoch(epoch)

@@ -73,6 +73,7 @@ class PreparedLoader:
                 yield loop.given(to_device(piece.batch, self._device))
                 if self.after_batch is not None and (after_batch := self.after_batch()) is not None:
                     after_batch(self)
+            loop.refuse_early_end()
             loop.finish()
         finally:
             self._end(loop)

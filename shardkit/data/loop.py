@@ -145,6 +145,15 @@ class Loop:
         self._read.append(piece.samples)
         self.yielded += 1
 
+    def refuse_early_end(self) -> None:
+        """UsageError where the batches have ended before the last one: only this rank would leave its loop there."""
+        if self.yielded and not self.is_last:
+            raise UsageError(
+                f"data: the dataset or collate_fn raised StopIteration, which ends the epoch on this rank alone (got "
+                f"{self.yielded} batches); return another sample where there is none, or make its length the number "
+                "of samples."
+            )
+
     def finish(self) -> None:
         """The epoch is over."""
         self.position, self.is_finished = Position(self.position.epoch + 1), True

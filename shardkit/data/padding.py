@@ -102,7 +102,8 @@ def _may_be_of(size: int | None, loader: PreparedLoader) -> bool:
 def _may_be_padded(size: int | None, loop: Loop) -> bool:
     """Whether so many samples may be all of a loop that has ended with a padded batch, or those of this batch, with
     the padding."""
-    return loop.is_padded and size is not None and size in (loop.local_total, loop.local_samples)
+    is_of_last = size is not None and 1 < size == loop.local_samples  # one value may be anything
+    return loop.is_padded and (is_of_last or size == loop.local_total)
 
 
 def _read_in_turns(loaders: Iterable[PreparedLoader]) -> Sequence[PreparedLoader]:
