@@ -286,7 +286,7 @@ def test_alone_everything_is_this_rank():
     assert collectives.gather(x).tolist() == [1, 2]
     assert collectives.gather(torch.tensor(3)).tolist() == [3]
     assert collectives.reduce({"x": x}, "mean")["x"].tolist() == [1.0, 2.0]
-    assert collectives.broadcast(x).tolist() == [1, 2]
+    assert collectives.broadcast(x, from_process=1).tolist() == [1, 2]
     assert collectives.gather_object([1]) == [1]
     assert collectives.pad_across_processes(x) is x
     collectives.wait_for_everyone()

@@ -301,7 +301,7 @@ def _broadcast_one(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
 
 
 def _refuse_other_rank(from_process: int) -> None:
-    if not 0 <= from_process < world_size():
+    if world_size() > 1 and not 0 <= from_process < world_size():  # alone, a script for several runs as it is
         raise UsageError(
             f"broadcast: from_process is not a rank of this run (got {from_process}); give a number from 0 to "
             f"{world_size() - 1}."
