@@ -24,6 +24,7 @@ class Kept(nn.Module):
         self.register_buffer("own_complex", torch.tensor([1j * rank]))
         self.register_buffer("own_count", torch.tensor(10 + rank))
         self.register_buffer("own_mask", torch.tensor([rank == 0, True, False]))
+        self.register_buffer("own_cut", torch.full((1, 5), rank)[:, 0])
         self.register_buffer("own_hidden", torch.tensor([float(rank)]), persistent=False)
         self.register_buffer("third", torch.tensor([1 / 3, float("-inf")]))
         self.register_buffer("table", torch.arange(6).view(2, 3).t())
@@ -42,7 +43,7 @@ def reduced(reduction, wrapped):
     return names, {name: buffer.tolist() for name, buffer in inner.named_buffers()}
 
 
-OWN = ["own_mean", "own_half", "own_double", "own_complex", "own_count", "own_mask", "own_hidden"]
+OWN = ["own_mean", "own_half", "own_double", "own_complex", "own_count", "own_mask", "own_cut", "own_hidden"]
 
 
 @pytest.mark.slow

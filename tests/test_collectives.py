@@ -75,6 +75,53 @@ def test_conjugate_views_are_gathered_by_their_values(ranks):
     assert ranks.run(2, conjugated) == [expected] * 2
 
 
+def one_value_of_a_row():
+    """Of a last batch with one sample for each rank."""
+    logits = torch.arange(5.0).reshape(1, 5) + 10 * dist.get_rank()
+    return [collectives.gather(logits[:, 1]).tolist(), collectives.broadcast(logits[:, 1], from_process=1).tolist()]
+
+
+def test_one_value_cut_out_of_a_row_is_gathered_and_broadcast(ranks):
+    assert ranks.run(2, one_value_of_a_row) == [[[1, 11], [11]]] * 2
+
+
+SPARSE, RAGGED = "sparse", "ragged"
+LAYOUTS = {
+    SPARSE: lambda: torch.eye(2).to_sparse(),
+    RAGGED: lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+}
+
+
+def refused(kind):
+    with pytest.raises(UsageError) as caught:
+        collectives.gather(LAYOUTS[kind]())
+    summed = collectives.reduce(LAYOUTS[kind]()).to_dense().tolist() if kind == SPARSE else None
+    return str(caught.value), summed
+
+
+@pytest.mark.parametrize(
+    ("kind", "got", "summed"),
+    [(SPARSE, "torch.float32, torch.sparse_coo", [[2, 0], [0, 2]]), (RAGGED, "a nested tensor", None)],
+)
+def test_tensors_that_are_not_dense_are_refused(ranks, kind, got, summed):
+    for text, total in ranks.run(2, refused, kind):
+        assert f"a collective takes dense tensors (got {got}); make it one: to_dense(), to_padded_tensor(0)." in text
+        assert total == summed
+
+
+def from_another_rank():
+    with pytest.raises(UsageError) as tensor:
+        collectives.broadcast(torch.ones(1), from_process=2)
+    with pytest.raises(UsageError) as objects:
+        collectives.broadcast_object_list([1], from_process=-1)
+    return str(tensor.value), str(objects.value)
+
+
+def test_a_rank_that_there_is_not_is_refused(ranks):
+    text = "broadcast: from_process is not a rank of this run (got {}); give a number from 0 to 1."
+    assert ranks.run(2, from_another_rank) == [(text.format(2), text.format(-1))] * 2
+
+
 def uneven():
     mine = torch.arange(2 + dist.get_rank())
     with pytest.raises(UsageError) as caught:
@@ -147,6 +194,56 @@ def test_reduce_is_mean_or_sum_and_leaves_what_it_was_given(ranks):
         assert total == {"f": [6.0, 12.0], "i": 2, "b": [4, 2]}
 
 
+def small_dtypes():
+    rank = dist.get_rank()
+    of_ranks = {
+        "int8": torch.tensor([100, rank], dtype=torch.int8),
+        "int16": torch.tensor([30_000, rank], dtype=torch.int16),
+        "float16": torch.tensor([60_000, rank], dtype=torch.float16),
+        "int64": torch.tensor([2**24 + 1, rank]),
+    }
+    found = {kind: collectives.reduce(of_ranks, kind) for kind in ("sum", "mean", "max")}
+    return {kind: {name: (str(one.dtype), one.tolist()) for name, one in of.items()} for kind, of in found.items()}
+
+
+def test_small_dtypes_are_reduced_with_room_for_their_sums(ranks):
+    for found in ranks.run(2, small_dtypes):
+        assert found["sum"] == {
+            "int8": ("torch.int64", [200, 1]),
+            "int16": ("torch.int64", [60_000, 1]),
+            "float16": ("torch.float16", [float("inf"), 1]),
+            "int64": ("torch.int64", [2**25 + 2, 1]),
+        }
+        assert found["mean"]["int16"] == ("torch.float32", [30_000, 0.5])
+        assert found["mean"]["float16"] == ("torch.float16", [60_000, 0.5])
+        assert found["max"] == {
+            "int8": ("torch.int8", [100, 1]),
+            "int16": ("torch.int16", [30_000, 1]),
+            "float16": ("torch.float16", [60_000, 1]),
+            "int64": ("torch.int64", [2**24 + 1, 1]),
+        }
+
+
+def with_nan_on(bad):
+    values = torch.full((20,), float("nan") if dist.get_rank() == bad else 1.0)
+    return [int(collectives.reduce(values, kind).isnan().sum()) for kind in ("max", "min", "sum")]
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_nan_of_any_rank_is_in_a_max_and_a_min(ranks, bad):
+    assert ranks.run(3, with_nan_on, bad) == [[20, 20, 20]] * 3
+
+
+def in_another_order():
+    """The same values, on one rank by columns."""
+    values = torch.arange(6.0).reshape(2, 3)
+    return collectives.reduce(values if dist.get_rank() else values.t().contiguous().t()).tolist()
+
+
+def test_what_lies_in_memory_in_another_order_on_each_rank_is_reduced_by_its_values(ranks):
+    assert ranks.run(2, in_another_order) == [[[0, 2, 4], [6, 8, 10]]] * 2
+
+
 def objects():
     rank = dist.get_rank()
     listed = collectives.gather_object([{"rank": rank}, "x"])
@@ -164,9 +261,9 @@ def test_objects_are_gathered_and_broadcast(ranks):
 def padded_tail():
     rank = dist.get_rank()
     data = {"x": torch.arange(2) + 2 * rank, "loss": torch.tensor(float(rank))}
-    found = collectives.gather_real(data, 3)
+    found = collectives.gather_real(data, collectives.Real(3, 2))
     whole = collectives.gather_real(data["x"], None)
-    listed = collectives.gather_real([f"{rank}a", f"{rank}b"], 3)
+    listed = collectives.gather_real([f"{rank}a", f"{rank}b"], collectives.Real(3, 2))
     return found["x"].tolist(), found["loss"].tolist(), whole.tolist(), listed
 
 
@@ -175,12 +272,21 @@ def test_padding_is_cut_off_but_a_value_per_rank_stays(ranks):
     assert ranks.run(2, padded_tail) == [expected] * 2
 
 
+def test_alone_what_is_given_can_be_changed_afterwards():
+    """As on several ranks, where it is a copy."""
+    for collective in (collectives.gather, collectives.broadcast, collectives.reduce):
+        given = torch.nn.Parameter(torch.ones(2))
+        found = collective(given)
+        given.data.zero_()
+        assert found.tolist() == [1, 1] and not found.requires_grad
+
+
 def test_alone_everything_is_this_rank():
     x = torch.tensor([1, 2])
     assert collectives.gather(x).tolist() == [1, 2]
     assert collectives.gather(torch.tensor(3)).tolist() == [3]
     assert collectives.reduce({"x": x}, "mean")["x"].tolist() == [1.0, 2.0]
-    assert collectives.broadcast(x) is x
+    assert collectives.broadcast(x, from_process=1).tolist() == [1, 2]
     assert collectives.gather_object([1]) == [1]
     assert collectives.pad_across_processes(x) is x
     collectives.wait_for_everyone()

@@ -2,6 +2,7 @@
 
 import json
 import socket
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from shardkit import Accelerator
 from shardkit.distributed import control
@@ -52,6 +53,21 @@ def test_gather_for_metrics_has_every_sample_once(ranks, length):
 def test_a_short_part_repeats_the_last_item(items, last):
     part = process_control.part_of(items, 1, 2, apply_padding=True)
     assert (part.tolist() if hasattr(part, "tolist") else list(part)) == last
+
+
+def test_a_data_set_is_split_into_subsets():
+    pairs = TensorDataset(torch.arange(5), torch.arange(5) * 2)
+    for dataset in (pairs, Subset(pairs, range(5)), ConcatDataset([pairs])):
+        parts = [process_control.part_of(dataset, rank, 2, apply_padding=True) for rank in (0, 1)]
+        assert [[int(first) for first, _ in part] for part in parts] == [[0, 1, 2], [3, 4, 4]]
+        assert len(process_control.part_of(dataset, 1, 2)) == 2
+
+
+@pytest.mark.parametrize("items", [{1, 2}, iter([1]), deque([1, 2]), {"a": 1}.keys(), 3, None, torch.tensor(1)])
+def test_what_cannot_be_split_is_said(items):
+    text = rf"split_between_processes: takes a list, .* \(got {type(items).__name__}\); make it a list"
+    with pytest.raises(UsageError, match=text):
+        process_control.part_of(items, 0, 2)
 
 
 def turns_and_flags(folder: str) -> dict[str, Any]:

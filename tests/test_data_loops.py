@@ -281,6 +281,21 @@ def test_a_loop_that_goes_on_after_an_error_of_the_data_does_not_end_as_if_its_e
     assert lists(ended) == [[0, 1, 2, 3]] and lists(ended) == []
 
 
+class Exhausted(Numbers):
+    """Reads from an iterator that has fewer samples than its length says."""
+
+    def __getitem__(self, index):
+        return torch.tensor(index) if index < 13 else next(iter(()))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_raises_stop_iteration_does_not_end_the_epoch_of_its_rank_alone(workers):
+    batches, given = iter(prepared(0, 2, Exhausted(), num_workers=workers)), []
+    with pytest.raises(UsageError, match=r"raised StopIteration, which ends the epoch on this rank alone \(got 2"):
+        given.extend(batches)
+    assert flat(given) == [0, 1, 2, 3, 8, 9, 10, 11]
+
+
 def test_an_epoch_named_by_hand(loader, epochs):
     for epoch in (2, 0, 0, 3):
         loader.set_epoch(epoch)
@@ -914,6 +929,18 @@ def one_ahead(accelerator, first, second):
     return found
 
 
+def labels_read_ahead(accelerator, first, second):
+    """The 15 samples fill all but one place of their two batches, which are as long on both ranks."""
+    loader, found = accelerator.prepare(DataLoader(torch.arange(15), batch_size=4)), []
+    for ahead in (1, 2):
+        waiting = []
+        for batch in chain(loader, [None] * ahead):
+            waiting.append(batch)
+            if len(waiting) > ahead and (batch := waiting.pop(0)) is not None:
+                found.append(accelerator.gather_for_metrics((batch * 2, batch))[0] // 2)
+    return found
+
+
 class Encoding(UserDict):
     """As Transformers' BatchEncoding."""
 
@@ -976,6 +1003,28 @@ def ready_batches(accelerator, first, second):
     return [accelerator.gather_for_metrics(batch * 2) // 2 for batch in loader]
 
 
+def single_samples(accelerator, first, second):
+    """0-dim: the last of the 15 has no partner on the other rank."""
+    loader = accelerator.prepare(DataLoader(torch.arange(15), batch_size=None))
+    return [accelerator.gather_for_metrics(sample * 2) // 2 for sample in loader]
+
+
+def a_value_of_each_sample(accelerator, first, second):
+    """A metric of one sample is 0-dim."""
+    loader = accelerator.prepare(DataLoader(torch.arange(15), batch_size=1))
+    return [accelerator.gather_for_metrics(batch.sum()) for batch in loader]
+
+
+def objects_of_single_samples(accelerator, first, second):
+    loader = accelerator.prepare(DataLoader(torch.arange(15), batch_size=1))
+    return [torch.tensor(accelerator.gather_for_metrics(int(batch))) for batch in loader]
+
+
+def a_value_of_each_batch(accelerator, first, second):
+    loader = accelerator.prepare(DataLoader(torch.arange(9), batch_sampler=OfLengths(4, 2, 3)))
+    return [accelerator.gather_for_metrics(batch.sum()) for batch in loader]
+
+
 class OfLengths(Sampler):
     """A batch sampler of batches of these lengths."""
 
@@ -1027,9 +1076,14 @@ def values_that_differ_are_not_cut(accelerator, first, second):
         (batches_of_different_lengths, [*range(9), *range(7), *range(7)]),
         (objects_of_batches_of_different_lengths, [*range(9)]),
         (ready_batches, [*range(15)]),
+        (single_samples, [*range(15)]),
+        (a_value_of_each_sample, [*range(15)]),
+        (objects_of_single_samples, [*range(15)]),
+        (a_value_of_each_batch, [6, 9, 21]),
         (objects_of_each_sample, [*range(100, 117)]),
         (both_of_a_zip, [*range(24), *range(100, 117)]),
         (one_ahead, [*range(100, 117)]),
+        (labels_read_ahead, [*range(15)] * 2),
         (encodings_one_ahead, [*range(17)]),
         (data_classes_one_ahead, [*range(17)]),
         (encodings_of_a_zip, [*range(24), *range(17)]),
@@ -1062,10 +1116,25 @@ def gathered_after_the_loop(samples):
     return lines
 
 
+def predictions_read_ahead():
+    """Whether those of the last batch, which are no tensors of it, are warned of."""
+    padding._warn_of_ended_loop.cache_clear()
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "MULTI_CPU"})
+    batches = iter(accelerator.prepare(DataLoader(Numbers(13), batch_size=4)))
+    with log_lines("shardkit.data") as lines:
+        batch = next(batches)
+        while batch is not None:
+            predicted, batch = batch * 2, next(batches, None)
+            accelerator.gather_for_metrics(predicted)
+    accelerator.free_memory()
+    return any("or of the last one if the loop was read ahead" in line for line in lines)
+
+
 def test_values_of_a_whole_loop_gathered_after_it_are_told_to_have_the_padding(ranks):
     for lines in ranks.run(2, gathered_after_the_loop, 13):
         (line,) = lines
         assert line.startswith("gather_for_metrics: called after the loop with the values of all its batches")
+    assert ranks.run(2, predictions_read_ahead) == [True, True]
     assert ranks.run(2, gathered_after_the_loop, 12) == [[], []]
     assert ranks.run(1, gathered_after_the_loop, 13) == [[]]
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardkit import Accelerator, ProjectConfiguration, compat, skip_first_batches, values
 from shardkit.compat.states import AcceleratorState
-from shardkit.data import position
+from shardkit.data import position, stream
 from tests.loaders import Flow, FlowWithState, flat, prepared, run
 from tests.loaders import Numbers as Numbers40
 
@@ -459,3 +459,40 @@ def kept_beside(folder, loads):
 def test_an_iterator_that_is_kept_goes_on_after_a_resume_at_the_end_of_another_loader(ranks, tmp_path):
     (whole,) = ranks.run(1, kept_beside, tmp_path / "saved", False)
     assert ranks.run(1, kept_beside, tmp_path / "saved", True) == [whole[2:]]
+
+
+class OwnShuffle(Flow):
+    """Shuffles with a generator of its own, which goes on from epoch to epoch; paths differ from run to run."""
+
+    path = "/scratch/1"
+
+    def __init__(self, by_epoch=False):
+        super().__init__(40)
+        self.random, self.by_epoch = random.Random(0), by_epoch
+
+    def set_epoch(self, epoch):
+        if self.by_epoch:
+            self.random = random.Random(epoch)
+
+    def __iter__(self):
+        return ((number, f"{self.path}/{number}") for number in self.random.sample(range(self.length), self.length))
+
+
+def own_shuffle(rank, world, by_epoch=False, **options):
+    return prepared(
+        rank, world, OwnShuffle(by_epoch), collate_fn=lambda items: torch.tensor([one[0] for one in items]), **options
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "persistent_workers": True}])
+def test_a_stream_that_begins_otherwise_than_when_the_position_was_saved_is_told(capsys, monkeypatch, options):
+    """In the second epoch a new generator is at the beginning of its first."""
+    for by_epoch, stop, is_told in ((False, 2, False), (False, 7, True), (True, 7, False)):
+        stream._warn_of_another_stream.cache_clear()
+        monkeypatch.setattr(OwnShuffle, "path", "/scratch/1")
+        _, state = run(2, make=own_shuffle, stop=stop, epochs=2, by_epoch=by_epoch, **options)
+        assert state["samples_seen"] and state["epoch"] == (stop == 7)
+        capsys.readouterr()
+        monkeypatch.setattr(OwnShuffle, "path", "/scratch/2")
+        run(1, json.loads(json.dumps(state)), make=own_shuffle, by_epoch=by_epoch, batch_size=3, **options)
+        assert ("yields other samples than when the position was saved" in capsys.readouterr().err) is is_told

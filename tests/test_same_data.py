@@ -175,6 +175,45 @@ def test_items_that_differ_between_ranks_are_an_error_in_an_evaluation_alone(ran
         assert [text.startswith("data: the dataset or sampler of prepared") for text in texts] == [is_wrong] * 2, texts
 
 
+def evaluated_later(name: str, method: str) -> str:
+    """The error of this rank in an evaluation between epochs that have gathered their losses; or the samples."""
+    accelerator = Accelerator(config={"use_cpu": True})
+    model = nn.Linear(1, 1)
+    parts = [model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(Numbers(), batch_size=4)]
+    model, optimizer, loader, other = accelerator.prepare(*parts, STREAMS_AND_ORDERS[name]())
+    seen = 0
+    try:
+        for _ in range(2):
+            for batch in loader:
+                loss = model(batch.float().reshape(-1, 1)).mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                accelerator.gather(loss)
+            own = list(other)
+            if method == "reduce":
+                seen += int(accelerator.reduce(torch.tensor(sum(map(len, own)))))
+            elif method == "objects":
+                seen += len(accelerator.gather_for_metrics([str(number) for batch in own for number in batch]))
+            else:
+                seen += len(accelerator.gather(torch.cat(own)))
+    except UsageError as error:
+        return str(error)
+    finally:
+        accelerator.free_memory()
+    return str(seen)
+
+
+@pytest.mark.parametrize("name", ["a stream by RANK", "a sampler of its own", "a whole stream", "a loop of its own"])
+@pytest.mark.parametrize("method", ["gather", "reduce", "objects"])
+def test_items_that_differ_are_an_error_in_every_loop_whose_values_meet(ranks, name, method):
+    texts = ranks.run(2, evaluated_later, name, method)
+    if name in ("a stream by RANK", "a sampler of its own"):
+        assert texts[0] == texts[1]
+        assert texts[0].startswith("data: the dataset or sampler of prepared loader 2 yields different items on each")
+    else:
+        assert texts == ["80", "80"]
+
+
 def test_items_are_different_only_if_no_field_is_the_same():
     one = fields_of([(number, f"/a/{number}", object()) for number in range(20)])
     same = fields_of([(number, f"/b/{number}", object()) for number in range(20)])

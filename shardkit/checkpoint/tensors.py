@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardkit.checkpoint.layout import Box, Chunk, Index, Mesh, TensorEntry, chunks_of, local_box
 from shardkit.distributed import xla
-from shardkit.distributed.tensors import is_composed, local_part
+from shardkit.distributed.tensors import flat_bytes, is_composed, local_part
 from shardkit.errors import CheckpointError
 
 DTYPES = {
@@ -166,7 +166,7 @@ def bytes_of(wanted: Sequence[tuple[torch.Tensor, int | None]]) -> list[torch.Te
 
 
 def _flat_bytes(tensor: torch.Tensor, limit: int | None) -> torch.Tensor:
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    flat = flat_bytes(tensor)
     if limit is not None and flat.numel() > limit:
         return torch.cat([flat[: limit // 2], flat[-(limit // 2) :]])
     return flat

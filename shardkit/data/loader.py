@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from shardkit.data.device import to_device
-from shardkit.data.loop import Batches, Call, Loop
+from shardkit.data.loop import Batches, Call, Loop, alive
 from shardkit.data.position import EPOCH_IS_OVER, Position, facts_of, inside_loop, misfit, saved_position, stored_state
 from shardkit.data.sources import Source, batch_sampler_of, batch_size_of
 from shardkit.errors import CheckpointError, UsageError
@@ -73,6 +73,7 @@ class PreparedLoader:
                 yield loop.given(to_device(piece.batch, self._device))
                 if self.after_batch is not None and (after_batch := self.after_batch()) is not None:
                     after_batch(self)
+            loop.refuse_early_end()
             loop.finish()
         finally:
             self._end(loop)
@@ -152,9 +153,9 @@ class PreparedLoader:
         return 0 if self._loop is None else self._loop.last_yield
 
     @property
-    def first(self) -> list[str] | None:
-        """Inside a loop, where every rank reads the whole order or stream: digests of its first items."""
-        return None if self._loop is None else self._loop.first
+    def newest_loop(self) -> Loop | None:
+        """The loop over it; after that, the one that was the last to end."""
+        return self._loop or self.ended
 
     @property
     def began(self) -> int:
@@ -168,9 +169,7 @@ class PreparedLoader:
 
     def batch_tensors(self) -> list[torch.Tensor]:
         """The tensors of this rank's current batch (after a loop: of its last one) that are still alive."""
-        loop = self._loop or self.ended
-        found = [] if loop is None else [reference() for reference in loop.tensors]
-        return [tensor for tensor in found if tensor is not None]
+        return [] if self.newest_loop is None else alive(self.newest_loop.tensors)
 
     def take_trained(self, micro_batches: int) -> int | None:
         """As `Loop.take_trained`; None outside of loops."""
@@ -202,8 +201,7 @@ class PreparedLoader:
     @property
     def batches(self) -> int | None:
         """As `Share.batches`, of the current global batch; after a loop, of its last one."""
-        loop = self._loop or self.ended
-        return None if loop is None else loop.batches
+        return None if self.newest_loop is None else self.newest_loop.batches
 
     @property
     def epoch(self) -> int:

@@ -18,6 +18,8 @@ from shardkit.errors import UsageError
 _yields = count(1)
 MOST_READ = 1024
 """Batches read ahead that are counted; micro-batches of a step are fewer."""
+MOST_HELD = 16
+"""Batches read ahead whose tensors are known again."""
 
 
 class Call(WeakMethod):
@@ -95,6 +97,8 @@ class Loop:
     """Samples of this rank in all its batches so far, as far as their numbers are known."""
     tensors: list[ReferenceType[torch.Tensor]] = field(default_factory=list)
     """The tensors of this rank's current batch."""
+    earlier: deque[list[ReferenceType[torch.Tensor]]] = field(default_factory=lambda: deque(maxlen=MOST_HELD))
+    """Those of the batches before it, which a script that reads ahead is yet to use."""
     first: list[str] | None = None
     """As `Piece.first`, of the first batch."""
     is_open: bool = True
@@ -140,6 +144,15 @@ class Loop:
         self.last_yield = next(_yields)
         self._read.append(piece.samples)
         self.yielded += 1
+
+    def refuse_early_end(self) -> None:
+        """UsageError where the batches have ended before the last one: only this rank would leave its loop there."""
+        if self.yielded and not self.is_last:
+            raise UsageError(
+                f"data: the dataset or collate_fn raised StopIteration, which ends the epoch on this rank alone (got "
+                f"{self.yielded} batches); return another sample where there is none, or make its length the number "
+                "of samples."
+            )
 
     def finish(self) -> None:
         """The epoch is over."""
@@ -214,6 +227,7 @@ class Loop:
     def given(self, batch: Any) -> Any:
         """The batch, with its tensors and length noted; the script goes on with it."""
         tensors = list(_tensors_in(batch))
+        self.earlier.append(self.tensors)
         self.tensors = [ref(tensor) for tensor in tensors]
         if self.yielded == 1 and self.restored_batches:
             self._first_tensors = self.tensors
@@ -224,6 +238,11 @@ class Loop:
         self.local_total += self.local_samples or 0
         progress.post("forward")
         return batch
+
+
+def alive(references: list[ReferenceType[torch.Tensor]]) -> list[torch.Tensor]:
+    """The tensors that have not been freed."""
+    return [tensor for reference in references if (tensor := reference()) is not None]
 
 
 def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:

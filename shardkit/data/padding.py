@@ -8,38 +8,40 @@ from typing import Any
 import torch
 
 from shardkit.data.loader import PreparedLoader, active_loader
-from shardkit.data.loop import Loop
-from shardkit.distributed.collectives import leaves, world_size
+from shardkit.data.loop import Loop, alive
+from shardkit.distributed.collectives import Real, leaves, world_size
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 
 log = get_logger(__name__)
 
 
-def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool = False) -> int | None:
-    """Real samples in the global batch that `given` belongs to, if that batch is padded; else None.
+def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool = False) -> Real | None:
+    """What is real in the global batch that `given` belongs to, if that batch is padded; else None.
 
     `given`: this rank's tensors of the current batch, or a list with one object per sample. UsageError where several
     loaders alternate and the batch is ambiguous.
     """
     is_list = as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves(given))
     real = _real_of_batch(list(loaders), given, is_list)
-    if real is not None and is_list and not isinstance(given, (list, Number)) and real > world_size():
+    if real is not None and real.is_mixed and is_list and not isinstance(given, (list, Number)):
         _warn_of_objects(type(given).__name__)
     return real
 
 
-def _real_of_batch(loaders: Sequence[PreparedLoader], given: Any, is_list: bool) -> int | None:
+def _real_of_batch(loaders: Sequence[PreparedLoader], given: Any, is_list: bool) -> Real | None:
     """As `real_samples`."""
     size = _samples_in(given, is_list)
     ended = [(loader, loader.ended) for loader in loaders if not loader.is_iterating]
     for loader, loop in ended:
         if loop is not None and _is_of(given, loader):  # the loop is one batch ahead of `given`
-            return _real(loader, loop.remainder, size, is_list)
+            return _real(loader, loop.remainder, loop.batches, size, is_list)
     candidates = _read_in_turns(loaders)
     known = [loader for loader in candidates if _is_of(given, loader)]
+    if not known and any(_is_of_earlier(given, loader.newest_loop) for loader in loaders):
+        return None  # only the last batch is padded, and the script has read it ahead
     possible = known or [loader for loader in candidates if _may_be_of(size, loader)]
-    found = {_real(loader, loader.remainder, size, is_list) for loader in possible}
+    found = {_real(loader, loader.remainder, loader.batches, size, is_list) for loader in possible}
     if len(found) > 1:
         raise UsageError(
             f"gather_for_metrics: {len(possible)} loaders are read alternately, and one of them is at a padded batch "
@@ -50,7 +52,9 @@ def _real_of_batch(loaders: Sequence[PreparedLoader], given: Any, is_list: bool)
         _warn_of_other_length()
     newest = active_loader(loaders)
     since = 0 if newest is None else newest.last_yield
-    if not known and any(loop is not None and loop.last_yield > since and _is_whole(size, loop) for _, loop in ended):
+    if not known and any(
+        loop is not None and loop.last_yield > since and _may_be_padded(size, loop) for _, loop in ended
+    ):
         _warn_of_ended_loop()
     return next(iter(found), None)
 
@@ -72,8 +76,8 @@ def short_batch(loaders: Iterable[PreparedLoader], given: Any) -> tuple[int, int
     return (loader.local_samples or 0, loader.batch_samples) if is_whole else None
 
 
-def _real(loader: PreparedLoader, remainder: int, size: int | None, is_list: bool) -> int | None:
-    """The loader's `remainder` in samples; None where it is not padded.
+def _real(loader: PreparedLoader, remainder: int, batches: int | None, size: int | None, is_list: bool) -> Real | None:
+    """What is real in the loader's batch with this `remainder` and these `batches`; None where it is not padded.
 
     Where each rank has a whole batch, those of the first ranks are real. Tensors have `size` rows on every rank then,
     also where the batches differ in length: they cannot be gathered before they are padded.
@@ -81,10 +85,12 @@ def _real(loader: PreparedLoader, remainder: int, size: int | None, is_list: boo
     if remainder < 0:
         return None
     if loader.has_ready_batches:
-        return remainder * (1 if size is None else size)
-    if loader.batches is not None and size is not None and not is_list:
-        return loader.batches * size
-    return remainder
+        return Real(remainder * (1 if size is None else size), remainder)
+    if batches is not None:
+        return Real(remainder if size is None or is_list else batches * size, batches)
+    each = -(-remainder // world_size())
+    ranks = -(-remainder // each)
+    return Real(remainder, ranks, is_mixed=remainder < ranks * each)
 
 
 def _may_be_of(size: int | None, loader: PreparedLoader) -> bool:
@@ -93,9 +99,11 @@ def _may_be_of(size: int | None, loader: PreparedLoader) -> bool:
     return size is None or loader.local_samples in (None, size) or loader.batches is not None
 
 
-def _is_whole(size: int | None, loop: Loop) -> bool:
-    """Whether so many samples may be all of a loop that has ended with a padded batch, with those of the padding."""
-    return loop.is_padded and size is not None and size == loop.local_total
+def _may_be_padded(size: int | None, loop: Loop) -> bool:
+    """Whether so many samples may be all of a loop that has ended with a padded batch, or those of this batch, with
+    the padding."""
+    is_of_last = size is not None and 1 < size == loop.local_samples  # one value may be anything
+    return loop.is_padded and (is_of_last or size == loop.local_total)
 
 
 def _read_in_turns(loaders: Iterable[PreparedLoader]) -> Sequence[PreparedLoader]:
@@ -110,8 +118,19 @@ def _read_in_turns(loaders: Iterable[PreparedLoader]) -> Sequence[PreparedLoader
 
 def _is_of(given: Any, loader: PreparedLoader) -> bool:
     """Whether `given` contains a tensor of the loader's current batch."""
-    batch = {id(tensor) for tensor in loader.batch_tensors()}
-    return any(id(leaf) in batch for leaf in leaves(given))
+    return _contains(given, loader.batch_tensors())
+
+
+def _is_of_earlier(given: Any, loop: Loop | None) -> bool:
+    """Whether `given` contains a tensor of a batch before the newest, which is padded."""
+    if loop is None or not loop.is_padded:
+        return False
+    return any(_contains(given, alive(tensors)) for tensors in loop.earlier)
+
+
+def _contains(given: Any, tensors: Iterable[torch.Tensor]) -> bool:
+    known = {id(tensor) for tensor in tensors}
+    return any(id(leaf) in known for leaf in leaves(given))
 
 
 def _samples_in(given: Any, is_list: bool) -> int | None:
@@ -143,6 +162,7 @@ def _warn_of_objects(kind: str) -> None:
 @cache
 def _warn_of_ended_loop() -> None:
     log.warning(
-        "gather_for_metrics: called after the loop with the values of all its batches, of which the last was padded: "
-        "the samples that fill it up are counted too; call it inside the loop, once for each batch."
+        "gather_for_metrics: called after the loop with the values of all its batches, or of the last one if the loop "
+        "was read ahead, which was padded: the samples that fill it up are counted too; call it inside the loop, once "
+        "for each batch, or with a tensor of the batch beside: gather_for_metrics((predicted, labels))."
     )

@@ -231,11 +231,10 @@ class StreamSource:
         stream.start_at(
             stream_seed(seed, start.epoch), seed_of_rank, start.epoch, own_samples, self._is_moved, start.may_exceed
         )
-        stream.saved, self._is_moved = start.dataset, False
-        if start.samples and start.dataset is None:
-            log.info(f"data: skipping {start.samples:,} samples of the stream to reach the saved position.")
+        stream.start_from(start.dataset, start.samples)
+        self._is_moved = False
         # The snapshot is taken before the look-ahead to the next batch, so it belongs to this batch.
-        batches = with_last((batch, stream.snapshot) for batch in compared(batches_of(loader)))
+        batches = with_last((batch, stream.state()) for batch in compared(batches_of(loader), stream))
         if self._parts == 1:
             for (batch, state), is_last in batches:
                 if batch.problem:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shardkit.data import hugging_face
-from shardkit.data.first_items import are_different, fields_of
+from shardkit.data.first_items import KEPT, are_different, begin_differently, beginning_of, fields_of, is_beginning
 from shardkit.data.private_random import PrivateRandom
 from shardkit.data.sampler import items_of
 from shardkit.data.shares import BatchLayout, split
@@ -42,6 +42,8 @@ class Counted:
     first: list[str] | None = None
     """For the first that a process yields: digests of the fields of the first global batch that it has read, to compare
     ranks and workers."""
+    beginning: str | None = None
+    """With it: digests of the first items of the epoch, where it was read from its start."""
 
     def pin_memory(self, device: Any = None) -> "Counted":
         """Called by DataLoader where pin_memory is on."""
@@ -106,10 +108,15 @@ class Stream(IterableDataset):
         self._has_batches = has_batches
         self.keeps_state = _keeps_state(dataset)
         self.is_compared = getattr(dataset, "split_by_rank", None) is not False
+        self._is_told = self.is_compared and split_of(dataset) is None
         self.saved: Any = None
         """A snapshot to start from instead of skipping; only without workers."""
         self.snapshot: Any = None
         """The dataset's own state after the newest chunk; only without workers."""
+        self.beginning: str | None = None
+        """As `Counted.beginning`, of the newest loop; of the position where it starts, before its first batch."""
+        self._began: str | None = None
+        """The same, where this process has read the first items without yielding them."""
         self._beginning: tuple[Any] | None = None
         self._was_left = False
         self._start = torch.zeros(6, dtype=torch.int64, device="cpu")
@@ -124,6 +131,16 @@ class Stream(IterableDataset):
         """Puts what `start_at` sets into shared memory, where persistent workers see the new values."""
         self._start.share_memory_()
         self._is_start_shared = True
+
+    def start_from(self, state: Any, samples: int) -> None:
+        """The next iteration starts from what a position has kept: the dataset's own state, or how the epoch began."""
+        self.beginning, self.saved = (state, None) if is_beginning(state) else (None, state)
+        if samples and self.saved is None:
+            log.info(f"data: skipping {samples:,} samples of the stream to reach the saved position.")
+
+    def state(self) -> Any:
+        """What a position keeps."""
+        return self.beginning if self.snapshot is None else self.snapshot
 
     def of_one_loop(self) -> "Stream":
         """The stream for workers that serve one loop: they do not see where later loops start."""
@@ -159,16 +176,19 @@ class Stream(IterableDataset):
         with randomness, _no_workers():
             source = self._source(samples, bool(is_moved), bool(may_exceed), is_worker=worker is not None)
         is_compared, first = self.is_compared and (self.layout.world_size > 1 or number_of_workers > 1), None
+        beginning = self._began
         for number, chunk in enumerate(self._chunks(source, randomness, is_worker=worker is not None)):
             first = fields_of(chunk) if number == 0 and is_compared else first
+            if number == 0 and samples == 0 and self._is_told:
+                beginning = beginning_of(chunk)
             if number % number_of_workers != own_number:
                 continue
             if worker is not None:  # as for a map-style dataset's batches
                 set_seed(stream_seed(seed_of_rank, samples + number * self.layout.global_batch))
-            yield from self._own(chunk, first)
-            first = None
+            yield from self._own(chunk, first, beginning)
+            first = beginning = None
 
-    def _own(self, chunk: list[Any], first: list[str] | None) -> Iterator[Counted]:
+    def _own(self, chunk: list[Any], first: list[str] | None, beginning: str | None) -> Iterator[Counted]:
         """This rank's slice of a global batch."""
         try:
             part, is_padded = split(chunk, self.layout, spare=chunk)
@@ -176,7 +196,7 @@ class Stream(IterableDataset):
             yield Counted(None, len(chunk), False, str(error))
             return
         for value in part:
-            yield Counted(value, len(chunk), is_padded, first=first)
+            yield Counted(value, len(chunk), is_padded, first=first, beginning=beginning)
 
     def _chunks(self, source: Iterator[Any], randomness: PrivateRandom, is_worker: bool) -> Iterator[list[Any]]:
         size = self.layout.global_batch
@@ -196,7 +216,7 @@ class Stream(IterableDataset):
 
         Workers skip: most are created again for every epoch, and would always find the state that they started from.
         """
-        saved, self.saved = (None if is_worker else self.saved), None
+        saved, self.saved, self._began = (None if is_worker else self.saved), None, None
         if self.keeps_state:
             if self._beginning is None:
                 # Hugging Face's state is that of its newest iteration, maybe in an earlier run; None begins anew.
@@ -216,7 +236,9 @@ class Stream(IterableDataset):
     def _skipped(self, start: int, may_exceed: bool) -> Iterator[Any]:
         """The dataset's iterator, past the first `start` samples."""
         source = self._items()
-        skipped = sum(1 for _ in islice(source, start))
+        first = list(islice(source, min(start, KEPT)))
+        self._began = beginning_of(first) if first and self._is_told else None
+        skipped = len(first) + sum(1 for _ in islice(source, start - len(first)))
         if skipped < start and not may_exceed:
             raise CheckpointError(
                 f"data: the stream of {type(self.dataset).__name__} ended after {skipped:,} samples, before the "
@@ -252,15 +274,31 @@ def _no_workers() -> Iterator[None]:
         module._worker_info = found
 
 
-def compared(batches: Iterable[Counted]) -> Iterator[Counted]:
-    """The batches. Warns where workers have read different streams."""
+def compared(batches: Iterable[Counted], stream: Stream) -> Iterator[Counted]:
+    """The batches. Warns where workers have read different streams, and where the epoch began otherwise than when the
+    position that it starts from was saved."""
     known: list[str] | None = None
     for batch in batches:
         if batch.first is not None:
             known = known or batch.first
             if are_different([known, batch.first]):
                 _warn_of_workers()
+        if batch.beginning is not None:
+            before = stream.beginning if stream.layout.rank == 0 else None
+            if before is not None and begin_differently(batch.beginning, before):
+                _warn_of_another_stream(type(stream.dataset).__name__)
+            stream.beginning = batch.beginning
         yield batch
+
+
+@cache
+def _warn_of_another_stream(name: str) -> None:
+    log.warning(
+        "data: %s yields other samples than when the position was saved, so samples of this epoch are repeated and "
+        "others left out; seed its random generator by the epoch, in set_epoch(epoch), not once for all, or keep it in "
+        "state_dict(). If they only look different, give the dataset the attribute split_by_rank = False.",
+        name,
+    )
 
 
 @cache

@@ -7,7 +7,7 @@ import xxhash
 from torch import nn
 
 from shardkit.distributed import collectives, control
-from shardkit.distributed.tensors import bytes_of, clean_name, is_dtensor, unwrapped
+from shardkit.distributed.tensors import bytes_of, clean_name, flat_bytes, is_dtensor, unwrapped
 from shardkit.errors import UsageError
 
 Reduction = Literal["mean", "rank0"]
@@ -87,7 +87,7 @@ def _take_rank_0s(buffers: list[torch.Tensor]) -> None:
     for buffer in buffers:
         groups.setdefault(buffer.device, []).append(buffer)
     for group in groups.values():
-        parts = [buffer.reshape(-1).view(torch.uint8) for buffer in group]
+        parts = [flat_bytes(buffer) for buffer in group]
         first = collectives.broadcast(torch.cat(parts))
         for buffer, part in zip(group, first.split([part.numel() for part in parts]), strict=True):
             buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))

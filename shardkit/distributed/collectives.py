@@ -7,13 +7,13 @@ them. Tensors may have any dtype: data that is only moved is sent as bytes.
 import hashlib
 from collections.abc import Callable, Mapping
 from copy import copy
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardkit.distributed import accelerators, control, xla
-from shardkit.distributed.tensors import is_dtensor
+from shardkit.distributed.tensors import flat_bytes, is_dtensor
 from shardkit.errors import UsageError
 
 
@@ -27,37 +27,62 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def gather(data: Any) -> Any:
+class Beside(Protocol):
+    """What ranks compare where they meet, in the same message."""
+
+    def text(self) -> str:
+        """The same on ranks that agree."""
+
+    def note_equal(self) -> None:
+        """Called on all ranks where their texts are the same."""
+
+    def compare(self) -> None:
+        """Called on all ranks where they may not be. Collective; raises UsageError on all ranks, or on none."""
+
+
+def gather(data: Any, beside: Beside | None = None) -> Any:
     """`data` with each tensor replaced by all ranks' tensors, concatenated along dim 0 in rank order, on every rank.
 
     A 0-dim tensor counts as one of length 1. Collective. Raises UsageError on all ranks where shapes or structures
     differ between ranks (`pad_across_processes` makes them equal).
     """
-    _same_everywhere(data, "gather")
+    _same_everywhere(data, "gather", beside)
     return map_tensors(lambda tensor: _gather_one(_at_least_1d(tensor)), data)
 
 
-def gather_real(data: Any, real: int | None, as_objects: bool = False) -> Any:
-    """As `gather`, cut to the first `real` samples, without the padding; None: no padding.
+class Real(NamedTuple):
+    """What is real in a padded global batch."""
 
-    Tensors that are 0-dim on each rank, such as a loss, have one value per rank, not per sample, and are not cut. Other
-    objects are returned as one list, as by `gather_object`. Collective.
+    samples: int
+    ranks: int
+    """The first ranks: those that have a real sample."""
+    is_mixed: bool = False
+    """Whether the last of them has padding, too."""
+
+
+def gather_real(data: Any, real: Real | None, as_objects: bool = False, beside: Beside | None = None) -> Any:
+    """As `gather`, without the padding; None: no padding.
+
+    Tensors that are 0-dim on each rank, such as a loss, have one value per rank: those of ranks with padding alone are
+    left out. Other objects are returned as one list, as by `gather_object`: a list with one object per sample, or one
+    object for all. Collective.
     """
+    samples, ranks = (real.samples, real.ranks) if real else (None, None)
     if as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves(data)):
-        return gather_object(data)[:real]
-    _same_everywhere(data, "gather_for_metrics")
+        _same_everywhere([], "gather_for_metrics", beside)
+        return gather_object(data)[: samples if isinstance(data, list) else ranks]
+    _same_everywhere(data, "gather_for_metrics", beside)
 
     def real_part(tensor: torch.Tensor) -> torch.Tensor:
-        whole = _gather_one(_at_least_1d(tensor))
-        return whole if tensor.dim() == 0 else whole[:real]
+        return _gather_one(_at_least_1d(tensor))[: samples if tensor.dim() else ranks]
 
     return map_tensors(real_part, data)
 
 
-def gather_repeated(data: Any, local: int, real: int) -> Any | None:
+def gather_repeated(data: Any, local: int, real: int, beside: Beside | None = None) -> Any | None:
     """As `gather`, with the first `local` values of each rank, and of these the first `real`, where each rank's 1-dim
     tensors hold one value repeated; else None. Collective; `local` may differ between ranks."""
-    _same_everywhere(data, "gather_for_metrics")
+    _same_everywhere(data, "gather_for_metrics", beside)
     gathered = map_tensors(lambda tensor: _gather_one(tensor).unflatten(0, (world_size(), -1)), data)
     if not all(bool((rows == rows[:, :1]).all()) for rows in leaves(gathered)):
         return None
@@ -81,17 +106,22 @@ def gather_object(data: Any) -> list[Any]:
     return everyone
 
 
-def reduce(data: Any, reduction: Literal["mean", "sum", "max", "min", "none"] = "sum", scale: float = 1.0) -> Any:
+def reduce(
+    data: Any,
+    reduction: Literal["mean", "sum", "max", "min", "none"] = "sum",
+    scale: float = 1.0,
+    beside: Beside | None = None,
+) -> Any:
     """`data` with each tensor replaced by its mean, sum, max or min over all ranks, times `scale`, on every rank.
 
-    Same shapes. Collective. The mean of integers is a float, as in torch. Raises UsageError on all ranks where shapes
-    differ.
+    Same shapes. Collective. As in torch, the mean of integers is a float, the sum of bools and of integers below 32
+    bits is int64, and NaN stays NaN. Raises UsageError on all ranks where shapes differ.
     """
     if reduction not in ("mean", "sum", "max", "min", "none"):
         raise UsageError(f"reduce: unknown reduction (got {reduction!r}); use mean, sum, max, min or none.")
     if reduction == "none":
         return data
-    _same_everywhere(data, "reduce")
+    _same_everywhere(data, "reduce", beside)
     return map_tensors(lambda tensor: _reduce_one(tensor, reduction, scale), data)
 
 
@@ -102,12 +132,14 @@ def mean_number(value: float) -> float:
 
 def broadcast(data: Any, from_process: int = 0) -> Any:
     """`data` with each tensor replaced by that of rank `from_process`, on every rank. Collective."""
+    _refuse_other_rank(from_process)
     _same_everywhere(data, "broadcast")
     return map_tensors(lambda tensor: _broadcast_one(tensor, from_process), data)
 
 
 def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any]:
     """The list, filled in place with rank `from_process`'s items. Collective; pickles, as in `gather_object`."""
+    _refuse_other_rank(from_process)
     if world_size() > 1:
         dist.broadcast_object_list(objects, src=from_process)
     return objects
@@ -191,6 +223,18 @@ def _rebuilt(like: Mapping, items: dict) -> Any:
         return items
 
 
+def _moved_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes: backends can move dtypes that they cannot reduce."""
+    if tensor.layout is not torch.strided:
+        raise _no_dense_tensor(tensor)
+    return flat_bytes(tensor)
+
+
+def _no_dense_tensor(tensor: torch.Tensor) -> UsageError:
+    kind = "a nested tensor" if tensor.is_nested else f"{tensor.dtype}, {tensor.layout}"
+    return UsageError(f"a collective takes dense tensors (got {kind}); make it one: to_dense(), to_padded_tensor(0).")
+
+
 def _at_least_1d(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
 
@@ -202,35 +246,66 @@ def _is_of_all(tensor: torch.Tensor) -> bool:
 
 def _gather_one(tensor: torch.Tensor) -> torch.Tensor:
     if _is_of_all(tensor):
-        return tensor
+        return tensor.clone()
     placed = _placed(tensor)
-    parts = [torch.empty_like(_bytes(placed)) for _ in range(world_size())]
-    dist.all_gather(parts, _bytes(placed))
+    own = _moved_bytes(placed)
+    parts = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(parts, own)
     whole = torch.cat([part.view(tensor.dtype).reshape(tensor.shape) for part in parts])
     return whole.to(tensor.device)
 
 
 def _reduce_one(tensor: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
-    value = tensor.detach()
-    if value.dtype is torch.bool:
-        value = value.to(torch.int64)
-    if reduction == "mean" and not value.is_floating_point() and not value.is_complex():
-        value = value.to(torch.get_default_dtype())
+    value = tensor.detach().to(_reduced_dtype(tensor.dtype))
     if _is_of_all(tensor):
-        return value * scale if scale != 1.0 else value.clone()
-    value = _placed(value).clone()
-    dist.all_reduce(value, {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduction, dist.ReduceOp.SUM))
+        ranks, found = 1, value.clone()
+    else:
+        ranks, found = world_size(), _over_ranks(_placed(value), reduction)
     if reduction == "mean":
-        value = value / world_size()
-    return (value * scale if scale != 1.0 else value).to(tensor.device)
+        found = found / ranks
+    if scale != 1.0:
+        found = found * scale
+    is_one_of_them = reduction in ("max", "min") and scale == 1.0 and tensor.dtype is not torch.bool
+    is_same = tensor.is_floating_point() or is_one_of_them
+    return found.to(tensor.device, tensor.dtype if is_same else found.dtype)
+
+
+def _reduced_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which values of this dtype are reduced: backends lack the small ones, or have no room for sums in them."""
+    if dtype.is_floating_point and dtype.itemsize < 4:
+        return torch.float32
+    is_small = dtype.itemsize < 4 or dtype is torch.uint32
+    return torch.int64 if is_small and not dtype.is_complex else dtype
+
+
+def _over_ranks(value: torch.Tensor, reduction: str) -> torch.Tensor:
+    """A reduced copy of the value, in order in memory, as on all ranks."""
+    found = value.clone() if value.is_sparse else value.clone(memory_format=torch.contiguous_format)
+    if reduction not in ("max", "min"):
+        dist.all_reduce(found)
+        return found
+    dist.all_reduce(found, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.MIN)
+    if value.is_floating_point():  # backends compare, and NaN is neither less nor greater: it may be lost
+        is_nan = value.isnan().to(torch.uint8).contiguous()
+        dist.all_reduce(is_nan, dist.ReduceOp.MAX)
+        found.masked_fill_(is_nan.bool(), torch.nan)
+    return found
 
 
 def _broadcast_one(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
     if _is_of_all(tensor):
-        return tensor
-    moved = _bytes(_placed(tensor.detach())).clone()
+        return tensor.detach().clone()
+    moved = _moved_bytes(_placed(tensor)).clone()
     dist.broadcast(moved, src=from_process)
     return moved.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
+
+
+def _refuse_other_rank(from_process: int) -> None:
+    if world_size() > 1 and not 0 <= from_process < world_size():  # alone, a script for several runs as it is
+        raise UsageError(
+            f"broadcast: from_process is not a rank of this run (got {from_process}); give a number from 0 to "
+            f"{world_size() - 1}."
+        )
 
 
 def _length(tensor: torch.Tensor, dim: int) -> int | None:
@@ -257,12 +332,6 @@ def _padded(tensor: torch.Tensor, dim: int, length: int | None, pad_index: float
     return torch.cat([padding, tensor] if pad_first else [tensor, padding], dim=dim)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as uint8, so that backends can move dtypes that they cannot reduce. A conjugate view is
-    computed: its memory has other values."""
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
 def _placed(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor on a device that the default group's backend supports."""
     if world_size() == 1 or tensor.device.type in str(dist.get_backend_config()):
@@ -275,8 +344,9 @@ def _device() -> torch.device:
     return torch.device("cpu" if "cpu" in str(dist.get_backend_config()) else accelerators.kind() or "cpu")
 
 
-def _same_everywhere(data: Any, what: str) -> None:
-    """Raises UsageError on all ranks where structure, shapes or dtypes differ. Collective: 8 bytes a rank."""
+def _same_everywhere(data: Any, what: str, beside: Beside | None = None) -> None:
+    """Raises UsageError on all ranks where structure, shapes or dtypes differ, or what is compared beside them.
+    Collective: 8 bytes a rank."""
     if world_size() == 1:
         map_tensors(lambda tensor: tensor, data)
         return
@@ -285,24 +355,34 @@ def _same_everywhere(data: Any, what: str) -> None:
         description = _description(data)
     except UsageError as error:
         problem, description = f"{what}: {error}", ""
-    digest = int.from_bytes(hashlib.sha256(description.encode()).digest()[:7], "big") if problem is None else -1
+    text = description + (beside.text() if beside else "")
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") if problem is None else -1
     value = torch.tensor([digest, -digest], device="cpu")  # reading one on a device would wait for the device
     dist.all_reduce(value, dist.ReduceOp.MIN, group=control.on_cpu())
     if digest >= 0 and int(value[0]) == -int(value[1]) == digest:
+        if beside:
+            beside.note_equal()
         return
+    if beside:
+        beside.compare()  # first: tensors of different data may differ in shape
     everyone = control.start()
     everyone.agree(problem, error=UsageError)
-    raise UsageError(
-        f"{what}: ranks have different tensors ("
-        + "; ".join(f"rank {number}: {text}" for number, text in enumerate(everyone.exchange(description)))
-        + "); make them equal, for instance with accelerator.pad_across_processes(...)."
-    )
+    descriptions = everyone.exchange(description)
+    if len(set(descriptions)) > 1:
+        raise UsageError(
+            f"{what}: ranks have different tensors ("
+            + "; ".join(f"rank {number}: {text}" for number, text in enumerate(descriptions))
+            + "); make them equal, for instance with accelerator.pad_across_processes(...)."
+        )
 
 
 def _description(data: Any) -> str:
     """Structure, shapes and dtypes as one line of text."""
     if isinstance(data, torch.Tensor):
-        return f"{str(data.dtype).removeprefix('torch.')}{list(data.shape)}"
+        if data.is_nested or data.is_quantized:
+            raise _no_dense_tensor(data)
+        layout = "" if data.layout is torch.strided else f" {data.layout}"
+        return f"{str(data.dtype).removeprefix('torch.')}{list(data.shape)}{layout}"
     if isinstance(data, Mapping):
         return "{" + ", ".join(f"{key}: {_description(value)}" for key, value in data.items()) + "}"
     if isinstance(data, (list, tuple)):

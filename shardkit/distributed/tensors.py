@@ -113,6 +113,13 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(data.data_ptr(), data.nbytes)
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The values as uint8, 1-dim, on their device; shares memory where they lie there in order."""
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Of one value, torch calls any stride contiguous, and a view as bytes fails: `logits[:, 0]` of one sample.
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
+
+
 def memory_of(tensor: torch.Tensor) -> int:
     """A number that is the same for tensors (or their local parts) that share memory; also where a simulation has
     none."""

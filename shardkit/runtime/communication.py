@@ -21,8 +21,7 @@ class Communication(Topology):
         Has no gradients; docs/concepts/loops.md says how a loss over all ranks' samples gets them."""
         self._run.refuse_if_left("gather")
         self._run.accumulation.boundaries.note_meeting()
-        self._run.same_data.check_gathered()
-        return collectives.gather(tensor)
+        return collectives.gather(tensor, self._run.same_data)
 
     @eager
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -32,21 +31,20 @@ class Communication(Topology):
         """
         self._run.refuse_if_left("gather_for_metrics")
         self._run.accumulation.boundaries.note_meeting()
-        self._run.same_data.check_gathered()
+        same_data = self._run.same_data
         if not use_gather_object and (short := padding.short_batch(self._run.loaders, input_data)) is not None:
-            found = collectives.gather_repeated(input_data, *short)
+            found = collectives.gather_repeated(input_data, *short, same_data)
             if found is not None:
                 return found
-        return collectives.gather_real(
-            input_data, padding.real_samples(self._run.loaders, input_data, use_gather_object), use_gather_object
-        )
+        real = padding.real_samples(self._run.loaders, input_data, use_gather_object)
+        return collectives.gather_real(input_data, real, use_gather_object, same_data)
 
     @eager
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
         """Sum, mean, max or min over all ranks, on every rank; times `scale`. Collective."""
         self._run.refuse_if_left("reduce")
         self._run.accumulation.boundaries.note_meeting()
-        return collectives.reduce(tensor, reduction, scale)
+        return collectives.reduce(tensor, reduction, scale, self._run.same_data)
 
     @eager
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:

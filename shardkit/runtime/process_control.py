@@ -6,6 +6,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset, Subset
 
 from shardkit.distributed.collectives import wait_for_everyone
 from shardkit.errors import UsageError
@@ -58,7 +59,7 @@ class ProcessControl(RankNumbers):
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's part of a list, tuple, str, tensor, array or `datasets.Dataset`, or of each value of a dict."""
+        """This rank's part of a list, tuple, str, tensor, array or dataset, or of each value of a dict."""
         yield part_of(inputs, self.process_index, self.num_processes, apply_padding)
 
     def print(self, *values: Any, **arguments: Any) -> None:
@@ -95,8 +96,7 @@ class ProcessControl(RankNumbers):
 
 
 def part_of(inputs: Any, rank: int, world_size: int, apply_padding: bool = False) -> Any:
-    """This rank's contiguous part of a list, tuple, str, tensor, array or `datasets.Dataset`, or of each value of a
-    dict.
+    """This rank's contiguous part of a list, tuple, str, tensor, array or dataset, or of each value of a dict.
 
     Where the length does not divide evenly, the first parts are longer by one. With padding, short parts repeat the
     last item, so that all can be gathered.
@@ -109,13 +109,29 @@ def part_of(inputs: Any, rank: int, world_size: int, apply_padding: bool = False
                 "split them in separate calls."
             )
         return {key: part_of(value, rank, world_size, apply_padding) for key, value in inputs.items()}
+    if not _has_parts(inputs):
+        raise UsageError(
+            f"split_between_processes: takes a list, tuple, str, tensor, array or dataset, or a dict of these (got "
+            f"{type(inputs).__name__}); make it a list of one item for each sample, in the same order on all ranks."
+        )
     each, left = divmod(len(inputs), world_size)
     start = rank * each + min(rank, left)
     end = start + each + (rank < left)
     missing = each + bool(left) - (end - start) if apply_padding else 0
     if hasattr(inputs, "select") and hasattr(inputs, "column_names"):  # of the package datasets; slices are dicts there
         return inputs.select([*range(start, end), *[len(inputs) - 1] * missing])
+    if isinstance(inputs, Dataset):
+        return Subset(inputs, [*range(start, end), *[len(inputs) - 1] * missing])  # type: ignore[arg-type]
     return _padded(inputs, start, end, missing) if missing else inputs[start:end]
+
+
+def _has_parts(inputs: Any) -> bool:
+    """Whether it has a length and can be sliced."""
+    try:
+        len(inputs)
+        return isinstance(inputs, Dataset) or hasattr(inputs, "select") or inputs[:0] is not None
+    except (TypeError, NotImplementedError):
+        return False
 
 
 def _padded(inputs: Any, start: int, end: int, missing: int) -> Any:

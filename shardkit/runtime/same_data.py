@@ -13,7 +13,7 @@ from shardkit.log import get_logger
 
 log = get_logger(__name__)
 
-# Steps, and gathers, in which data are compared. Equal losses in one step are no sign: a head that begins with zeros
+# Steps in which data are compared. Equal losses in one step are no sign: a head that begins with zeros
 # gives every sample the same loss, and a warmup that begins with zero keeps it for another step.
 CHECKED_STEPS = 3
 
@@ -23,9 +23,11 @@ class SameData:
 
     def __init__(self, loaders: Sequence[PreparedLoader], control: ControlGroup) -> None:
         self._loaders, self._control = loaders, control
-        self._left = self._left_gathers = CHECKED_STEPS if control.world_size > 1 else 0
+        self._left = CHECKED_STEPS if control.world_size > 1 else 0
         self._loss: torch.Tensor | None = None
         self._losses: list[float | None] = []
+        self._compared: dict[int, list[str] | None] = {}
+        """What was compared last where ranks met, by the number of the loader."""
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Notes the loss of a micro-batch that came from no prepared loader."""
@@ -51,14 +53,27 @@ class SameData:
                 CHECKED_STEPS,
             )
 
-    def check_gathered(self) -> None:
-        """The same error, for loops without steps: called where ranks gather values. Collective in the first ones."""
-        if self._left_gathers:
-            self._left_gathers -= 1
-            self._refuse_different()
+    def text(self) -> str:
+        """What the newest loop over each loader has read first, where it is yet to be compared. Ranks compare it where
+        they gather or reduce values, such as those of an evaluation."""
+        found = self._first()
+        return "".join(f"{number}{first}" for number, first in found.items() if first != self._compared.get(number))
+
+    def note_equal(self) -> None:
+        """The texts of all ranks are the same."""
+        self._compared = self._first()
+
+    def compare(self) -> None:
+        """Raises UsageError on all ranks where their loaders read different data. Collective."""
+        self.note_equal()
+        self._refuse_different()
+
+    def _first(self) -> dict[int, list[str] | None]:
+        loops = enumerate(loader.newest_loop for loader in self._loaders)
+        return {number: None if loop is None else loop.first for number, loop in loops}
 
     def _refuse_different(self) -> None:
-        if problem := self._control.decide([loader.first for loader in self._loaders], _difference):
+        if problem := self._control.decide(list(self._first().values()), _difference):
             raise UsageError(problem)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.distributed import control
-from shardkit.distributed.tensors import clean_name, every_parameter, is_dtensor, put
+from shardkit.distributed.tensors import clean_name, every_parameter, flat_bytes, is_dtensor, put
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
 from shardkit.sharding.units import LiveUnit
@@ -99,7 +99,7 @@ def _broadcast(tensor: torch.Tensor, device: torch.device) -> None:
     """Broadcast rank 0's values into `tensor`: as bytes, since backends do not support all dtypes, on the ranks'
     device."""
     staged = tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()
-    dist.broadcast(staged.reshape(-1).view(torch.uint8), src=0)
+    dist.broadcast(flat_bytes(staged), src=0)
     if tensor.device != device or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         tensor.copy_(staged)
 
