@@ -180,6 +180,14 @@ def test_changes_of_a_small_model_are_in_its_unit(capsys):
     assert " GiB " not in out.partition("Changes that lower it")[2].partition("\n\n")[0]
 
 
+def test_a_change_that_saves_less_than_is_printed_is_not_minus_nothing(capsys):
+    out = plan(
+        capsys, "--model", "gpt:layers=1,hidden=64,heads=1", "--world", "7", "--batch-size", "1", "--device", "1GiB"
+    )
+    assert re.search(r"^ +<0\.1 GiB  NO  --world 14 ", out, re.M)
+    assert "-0.0" not in out
+
+
 def test_each_change_alone_has_the_effect_that_is_said():
     request = make_request(world_size=8, batch_size=4, strategy=3)
     for change in changes(request):
