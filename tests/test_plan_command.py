@@ -346,7 +346,7 @@ def test_find_strategy():
         (
             Question.MIN_GPUS,
             {"batch_size": None},
-            "would be too low, because it does not count all activations: add --batch-size",
+            "would be too low, because it does not count all activations: add --batch-size; or add --simulate",
         ),
         (Question.STRATEGY, {"batch_size": None}, "no strategy can be suggested .*: all activations: add --batch-size"),
     ],
@@ -354,6 +354,12 @@ def test_find_strategy():
 def test_a_question_that_cannot_be_answered(question, changed, text):
     with pytest.raises(UsageError, match=text):
         find(question, _with(make_request(), **changed))
+
+
+def test_a_search_that_lacks_what_the_model_saves_says_what_to_add(capsys):
+    code, err = refused(capsys, "gpt2", "--world", "4", "--batch-size", "1", "--find", "max-batch")
+    assert code == 2
+    assert err.endswith("in addition to those of a plain Transformer; add --simulate, which counts everything.\n")
 
 
 def test_json(capsys):
