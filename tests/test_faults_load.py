@@ -13,6 +13,7 @@ import torch
 from shardkit import Accelerator, ProjectConfiguration
 from shardkit.checkpoint import disk, folder, lock, manifest
 from shardkit.errors import CheckpointCorrupted, CheckpointError, CheckpointSaveError
+from shardkit.wording import counted
 from tests import checkpoints, forked
 from tests.test_faults_save import fill, prepared, values_in
 
@@ -325,7 +326,10 @@ def test_auto_falls_back_and_counts_the_steps(copy, damaged, caplog):
     lines = [record.getMessage() for record in caplog.records if "skipped step" in record.getMessage()]
     assert len(lines) == len(damaged)
     for step, line in zip((3, 2), lines, strict=False):
-        assert f"skipped step {step}" in line and f"resuming at step {good}, {step - good} steps are repeated" in line
+        assert (
+            f"skipped step {step}" in line
+            and f"resuming at step {good}, {counted(step - good, 'step is', 'steps are')} repeated" in line
+        )
 
 
 @pytest.mark.fault_row(13)

@@ -5,7 +5,7 @@ from importlib import import_module
 import pytest
 import typer
 
-from shardkit.cli.habits import HABITS
+from shardkit.cli.habits import COMMANDS, HABITS
 from shardkit.cli.main import run
 from shardkit.errors import EXIT_CONFIG
 
@@ -26,6 +26,34 @@ from shardkit.errors import EXIT_CONFIG
 def test_an_unknown_option_is_told_with_the_one_that_is_meant(command, meant, capsys):
     assert run(command.split()) == EXIT_CONFIG
     assert capsys.readouterr().err.endswith(f"(Possible options: {meant})\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("config update", "No such command: update (Possible command: shardkit config)"),
+        ("config get num_processes", "No such command: get (Possible command: shardkit config show)"),
+        ("config --check", "No such option: --check (Possible command: shardkit config validate)"),
+        ("checkpoint ls", "No such command: ls (Possible command: shardkit checkpoint list)"),
+        ("estimate-memory gpt2", "unknown verb (got 'estimate-memory'); did you mean plan?"),
+        ("merge-weights a b", "unknown verb (got 'merge-weights'); did you mean checkpoint merge?"),
+        ("lanch", "unknown verb (got 'lanch'); did you mean launch?"),
+    ],
+)
+def test_a_command_by_the_name_that_other_tools_give_it_is_told_with_ours(command, says, capsys):
+    assert run(command.split()) == EXIT_CONFIG
+    assert capsys.readouterr().err.rstrip().endswith(says)
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_habits_name_commands_that_exist_and_no_word_twice(verb):
+    for name in COMMANDS[verb]:
+        own, *rest = name.split()
+        command = typer.main.get_command(import_module(f"shardkit.cli.{own}").app)
+        options = {name for option in command.params for name in option.opts}
+        assert {*rest} <= options | {*getattr(command, "commands", ())}
+    words = [word for words in COMMANDS[verb].values() for word in words]
+    assert len(words) == len(set(words))
 
 
 def test_an_option_that_nothing_is_like_is_told_alone(capsys):

@@ -142,6 +142,16 @@ def test_a_script_without_an_accelerator_is_told_at_the_end_that_the_strategy_ha
     assert (said in done.stderr) == (not lines)
 
 
+@pytest.mark.parametrize(("arguments", "words"), [("--cpu --lr 1 -n=2", "--cpu -n=2"), ("--rate 1", "")])
+def test_a_script_that_refuses_options_of_launch_is_told_with_where_they_go(tmp_path, arguments, words):
+    parser = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr')\np.parse_args()\n"
+    (tmp_path / "train.py").write_text(parser)
+    done = launch(tmp_path, "--cpu", "-n", "1", "train.py", *arguments.split())
+    assert done.returncode == 2
+    said = f"\n  options  the script got {words}; options of launch go before the script\n"
+    assert done.stderr.endswith(said) if words else "options  the script" not in done.stderr
+
+
 def test_a_module_keeps_its_own_options_and_one_rank_has_no_prefix(tmp_path):
     (tmp_path / "tool.py").write_text("import sys\nprint(__name__, sys.argv[1:])\n")
     done = launch(tmp_path, "-n", "1", "-m", "tool", "--show", "x", "-n", "3")

@@ -1086,6 +1086,12 @@ def test_restarts_go_on_while_checkpoints_come():
     assert final.exit_code == 1
 
 
+def test_one_restart_is_counted_as_one():
+    restarts, cause = Restarts(allowed=1), RankFailure("launch: rank 0 failed first: X", 1)
+    restarts.count(cause)
+    assert "given up after 1 restart (all used)" in str(restarts.final(cause))
+
+
 def test_what_is_not_worth_a_restart():
     restarts = Restarts(allowed=3)
     assert restarts.allows(HangError(""))

@@ -231,7 +231,7 @@ def test_where_the_disk_cannot_read_the_newest_the_one_before_is_resumed(tmp_pat
     found = checkpoints.load_newest(checkpoints.build("plain", seed=1), tmp_path)
     assert found.checkpoint.manifest.step == 1
     assert "skipped step 2" in caplog.text and "cannot be read (Input/output error)" in caplog.text
-    assert "resuming at step 1, 1 steps are repeated" in caplog.text
+    assert "resuming at step 1, 1 step is repeated" in caplog.text
     assert [found.step for found in folder.steps(tmp_path)] == [2, 1], "it may be read again, once the disk is mended"
 
 

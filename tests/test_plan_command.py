@@ -188,6 +188,14 @@ def test_changes_of_a_small_model_are_in_its_unit(capsys):
     assert " GiB " not in out.partition("Changes that lower it")[2].partition("\n\n")[0]
 
 
+def test_a_change_that_saves_less_than_is_printed_is_not_minus_nothing(capsys):
+    out = plan(
+        capsys, "--model", "gpt:layers=1,hidden=64,heads=1", "--world", "7", "--batch-size", "1", "--device", "1GiB"
+    )
+    assert re.search(r"^ +<0\.1 GiB  NO  --world 14 ", out, re.M)
+    assert "-0.0" not in out
+
+
 def test_each_change_alone_has_the_effect_that_is_said():
     request = make_request(world_size=8, batch_size=4, strategy=3)
     for change in changes(request):
@@ -346,7 +354,7 @@ def test_find_strategy():
         (
             Question.MIN_GPUS,
             {"batch_size": None},
-            "would be too low, because it does not count all activations: add --batch-size",
+            "would be too low, because it does not count all activations: add --batch-size; or add --simulate",
         ),
         (Question.STRATEGY, {"batch_size": None}, "no strategy can be suggested .*: all activations: add --batch-size"),
     ],
@@ -354,6 +362,12 @@ def test_find_strategy():
 def test_a_question_that_cannot_be_answered(question, changed, text):
     with pytest.raises(UsageError, match=text):
         find(question, _with(make_request(), **changed))
+
+
+def test_a_search_that_lacks_what_the_model_saves_says_what_to_add(capsys):
+    code, err = refused(capsys, "gpt2", "--world", "4", "--batch-size", "1", "--find", "max-batch")
+    assert code == 2
+    assert err.endswith("in addition to those of a plain Transformer; add --simulate, which counts everything.\n")
 
 
 def test_json(capsys):

@@ -153,6 +153,26 @@ def test_a_run_that_ends_after_its_newest_checkpoint_says_so(tmp_path, capsys, s
     assert told == is_told
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_resumed_run_that_saves_nothing_new_says_so(tmp_path, capsys, steps):
+    for until in (1, steps):
+        project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+        accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "NO"}, project_config=project)
+        model = torch.nn.Linear(2, 2)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if is_resumed := list(tmp_path.iterdir()) != []:
+            accelerator.load_state()
+        while accelerator.counters.step < until:
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        if not is_resumed:
+            accelerator.save_state()
+        accelerator.end_training()
+    told = "the run ends at step 3, but its newest checkpoint is of step 1" in capsys.readouterr().err
+    assert told == (steps == 3)
+
+
 def test_after_the_end_of_its_last_run_ctrl_c_interrupts_a_script(tmp_path, monkeypatch):
     files.write(files.read_text("distributed_type: 'NO'\nuse_cpu: true\n").config, tmp_path / "resolved.yaml")
     monkeypatch.setenv(env.RESOLVED, str(tmp_path / "resolved.yaml"))

@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,29 @@ def test_where_nothing_fits_offload_is_on_and_the_review_says_so(folder, capsys)
     shown = capsys.readouterr().out
     assert "least memory; no strategy fits" in shown
     assert "CPU offload is on" in shown
+
+
+def test_a_machine_with_one_core_has_one_core(folder, capsys):
+    assert talk_plainly(["", "", "2", "", "", "", "save"], replace(CPU_ONLY, cores=1)) == 0
+    shown = capsys.readouterr().out
+    assert "no GPU, 1 core," in shown and "CPU only, 1 core)" in shown and "more than the 1 core here" in shown
+
+
+@pytest.mark.parametrize(
+    ("layers", "hardware", "asked", "ways"),
+    [
+        (24, CPU_ONLY, [""] * 5, "activation checkpointing, more machines."),
+        (24, CPU_ONLY, ["", "1", ""], "a smaller model, or devices with more memory."),
+        (32, EIGHT_GPUS, ["", "", "", "3"], "FULL_SHARD, activation checkpointing."),
+        (999, EIGHT_GPUS, [*[""] * 4, "2", "no", *[""] * 7], "activation checkpointing, CPU offload, more machines."),
+    ],
+)
+def test_what_does_not_fit_is_told_with_what_would_need_less_of_what_is_chosen(
+    folder, capsys, layers, hardware, asked, ways
+):
+    model = f"gpt:layers={layers},hidden=4096,heads=32"
+    assert talk_plainly([model, *asked, "quit"], hardware) == 0
+    assert f"! This does not fit. It needs less with: {ways}" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow

@@ -111,7 +111,8 @@ def _warn_of(skipped: list[SkippedFolder], checkpoint: Checkpoint, control: Cont
         return
     step = checkpoint.manifest.step
     for item in skipped:
-        lost = f"resuming at step {step}, {max(0, item.step - step)} steps are repeated"
+        again = max(0, item.step - step)
+        lost = f"resuming at step {step}, {counted(again, 'step is', 'steps are')} repeated"
         logger.warning("checkpoint: skipped step %d (%s); %s.", item.step, item.reason, lost)
     with suppress(CheckpointError):  # the state is loaded: an error on rank 0 alone would leave the others waiting
         above = {found.step for found in folder.steps(checkpoint.path.parent) if found.step > step}

@@ -1,4 +1,4 @@
-"""Options that people type from other tools, and what they are called here."""
+"""Options and commands that people type from other tools, and what they are called here."""
 
 from collections.abc import Mapping
 
@@ -33,7 +33,42 @@ HABITS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """By verb and option of shardkit: what else it is called, without leading dashes."""
 
+COMMANDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "": {
+        "plan": ("estimate", "estimate-memory", "memory"),
+        "launch": ("run", "train", "start"),
+        "doctor": ("test", "check"),
+        "checkpoint merge": ("merge", "merge-weights", "export"),
+        "checkpoint verify": ("verify",),
+        "config convert": ("convert", "to-fsdp2"),
+        "config validate": ("validate",),
+    },
+    "config": {
+        "config --defaults": ("default", "create", "init"),
+        "config": ("edit", "update", "change"),
+        "config --set": ("set",),
+        "config show": ("show", "get", "list", "print"),
+        "config validate": ("validate", "check", "test"),
+        "config convert": ("convert", "import", "export", "to-fsdp2"),
+    },
+    "checkpoint": {
+        "checkpoint list": ("ls", "list"),
+        "checkpoint inspect": ("show", "info"),
+        "checkpoint verify": ("check", "test", "validate"),
+        "checkpoint merge": ("export", "merge-weights", "consolidate"),
+        "checkpoint prune": ("clean", "delete", "gc", "rm"),
+    },
+}
+"""By verb, or as a verb, and command of shardkit: what else it is called."""
+
 OF_ENGINES = ("partition", "account", "qos", "namespace", "queue")
+
+
+def command_meant(verb: str, typed: str) -> str | None:
+    """What an unknown command of this verb means, `check` or `--check` of config; without a verb: an unknown verb."""
+    word = typed.lstrip("-").replace("_", "-").lower()
+    found = next((name for name, words in COMMANDS.get(verb, {}).items() if word in words), None)
+    return f"shardkit {found}" if found and verb else found
 
 
 def meant(verb: str, typed: str, takes_settings: bool) -> list[str]:

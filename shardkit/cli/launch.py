@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from shardkit.cli import HELP, options
-from shardkit.errors import ConfigError, ShardkitError
+from shardkit.errors import ConfigError, RankFailure, ShardkitError
 
 if TYPE_CHECKING:
     from shardkit.launch.flags import Switches
@@ -196,11 +196,25 @@ def start(
         notes = [membership.summary(loaded.config)] if is_elastic else []
         print(json.dumps(spec.as_json(launched), indent=2) if as_json else spec.as_text(launched, notes))
         return
-    folder = attempts.run(launched) if launched.launch.min_machines is None else generations.run(launched)
+    try:
+        folder = attempts.run(launched) if launched.launch.min_machines is None else generations.run(launched)
+    except RankFailure as error:
+        if text := _options_after(command, error):
+            raise RankFailure(f"{error}\n{text}", error.exit_code) from error
+        raise
     if switches.measure:
         from shardkit.plan.measured import beside_the_plan
 
         typer.echo(beside_the_plan(loaded.config, loaded.path, folder))
+
+
+def _options_after(command: list[str], error: RankFailure) -> str:
+    """A line on options of launch among the arguments of a script that has refused its arguments; else nothing."""
+    if "SystemExit: the script called sys.exit(2)" not in str(error).partition("\n")[0]:  # as argparse and click do
+        return ""
+    known = {name for option in typer.main.get_command(app).params for name in option.opts}
+    found = [word for word in command[1:] if word.partition("=")[0] in known]
+    return f"  options  the script got {' '.join(found)}; options of launch go before the script" if found else ""
 
 
 def _is_awaited(loaded: Any) -> bool:

@@ -1,6 +1,7 @@
 """`shardkit VERB ...`: runs the verb's file. Only that file is imported, so every verb starts fast."""
 
 import os
+import re
 import sys
 import traceback
 from contextlib import suppress
@@ -150,18 +151,28 @@ def _call(verb: str, arguments: list[str]) -> int:
     except typer.Exit as stop:
         return stop.exit_code
     except problem_with_the_flags as error:
-        typed = getattr(error, "option_name", None)
-        if typed and hasattr(error, "possibilities"):  # of an unknown option
-            takes_settings = any("--set" in option.opts for option in error.ctx.command.params)
-            near = ", ".join(sorted(habits.meant(verb, typed, takes_settings) or error.possibilities or ()))
-            # In our words: versions of click and typer have their own.
-            error.message = f"No such option: {typed}" + (f" (Possible options: {near})" if near else "")
-            error.possibilities = None
+        _say_what_is_meant(verb, error)
         error.show()
         return EXIT_CONFIG
     except typer.Abort:
         raise KeyboardInterrupt from None
     return result if isinstance(result, int) else 0
+
+
+def _say_what_is_meant(verb: str, error: Any) -> None:
+    """Adds what may be meant to click's error of an unknown option or command, in our words: versions of click and
+    typer have their own."""
+    command = re.match(r"No such command '([^']*)'", error.message)
+    typed: str = command[1] if command else getattr(error, "option_name", None) or ""
+    if not command and not (typed and hasattr(error, "possibilities")):
+        return
+    if near := habits.command_meant(verb, typed):
+        error.message = f"No such {'command' if command else 'option'}: {typed} (Possible command: {near})"
+    elif not command:
+        takes_settings = any("--set" in option.opts for option in error.ctx.command.params)
+        options = ", ".join(sorted(habits.meant(verb, typed, takes_settings) or error.possibilities or ()))
+        error.message = f"No such option: {typed}" + (f" (Possible options: {options})" if options else "")
+    error.possibilities = None
 
 
 def _overview() -> str:
@@ -180,6 +191,6 @@ def _overview() -> str:
 def _unknown(verb: str) -> str:
     from difflib import get_close_matches
 
-    near = get_close_matches(verb, VERBS, 1)
-    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(VERBS)}."
+    near = habits.command_meant("", verb) or next(iter(get_close_matches(verb, VERBS, 1)), None)
+    hint = f"did you mean {near}?" if near else f"use one of {', '.join(VERBS)}."
     return f"shardkit: unknown verb (got {verb!r}); {hint}"

@@ -11,6 +11,7 @@ from shardkit import env
 from shardkit.config import other_devices
 from shardkit.config.scheduler import Scheduler, scheduler
 from shardkit.digits import number_in
+from shardkit.wording import counted
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -57,7 +58,7 @@ class Hardware:
     @property
     def in_words(self) -> str:
         if not self.devices:
-            return f"no GPU, {self.cores} cores"
+            return f"no GPU, {counted(self.cores, 'core')}"
         return f"{len(self.devices)} x {self.devices[0].name}"
 
 

@@ -85,7 +85,7 @@ def versions() -> Finding:
 def threads(config: Config, machine: Machine) -> Finding:
     """Whether each rank has a core of its own."""
     ranks = config.processes_per_machine
-    text = f"{machine.cores} cores for {counted(ranks, 'rank')}"
+    text = f"{counted(machine.cores, 'core')} for {counted(ranks, 'rank')}"
     if ranks > machine.cores:
         change = "start fewer ranks, or give the job more cores (cgroup, --cpus-per-task): ranks take turns"
         return Finding("cores", text, Level.WARNING, change)

@@ -268,7 +268,7 @@ def core_warning(config: Config, machine: Machine) -> str | None:
     ranks_here = config.num_processes // config.num_machines
     if device_of(config) != "cpu" or ranks_here <= machine.cores:
         return None
-    return f"warning: {ranks_here} ranks share {machine.cores} CPU cores; the run will be slow."
+    return f"warning: {ranks_here} ranks share {counted(machine.cores, 'CPU core')}; the run will be slow."
 
 
 def socket_warning(temporary: str) -> str | None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from shardkit.errors import EXIT_CONFIG, EXIT_INTERRUPTED, HangError, Preempted, RankFailure, ShardkitError
+from shardkit.wording import counted
 
 WITHOUT_CHECKPOINT = 3
 """Restarts in a row without a new checkpoint after which a run is given up: it would fail at the same step for ever."""
@@ -51,7 +52,11 @@ class Restarts:
             f"{self.in_vain} in a row without a new checkpoint" if self.in_vain >= WITHOUT_CHECKPOINT else "all used"
         )
         earlier = [f"  restart {number}: {cause}" for number, cause in enumerate(self.causes, 1)]
-        lines = [str(error), f"launch: given up after {self.number} restarts ({reason}); their causes:", *earlier]
+        lines = [
+            str(error),
+            f"launch: given up after {counted(self.number, 'restart')} ({reason}); their causes:",
+            *earlier,
+        ]
         return RankFailure("\n".join(lines), error.exit_code)
 
 

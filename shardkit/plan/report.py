@@ -245,7 +245,8 @@ def _changes(answer: Answer) -> str:
     scale, unit = _unit(peak)
     lines = [f"{_strategy(chosen)} needs {peak / scale:,.1f} {unit}. Changes that lower it{by_formula}:"]
     for change in answer.changes:
-        effect = f"-{change.saved_bytes / scale:,.1f} {unit}"
+        saved = change.saved_bytes / scale
+        effect = f"-{saved:,.1f} {unit}" if saved >= 0.05 else f"<0.1 {unit}"
         parts = change.text.split(" and ")
         lines.append(f"    {effect:>14}  {_yes_no(change.fits):<4}{parts[0]}")
         lines += [f"{'':>24}and {part}" for part in parts[1:]]

@@ -69,7 +69,8 @@ def max_batch(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
 def _check_known(question: str, found: Row) -> None:
     if not found.memory.activations_known:
         gap = found.memory.gaps[0]
-        more = "." if "--simulate" in gap else "; or add --simulate, which counts everything."
+        other = "or add" if "add --" in gap else "add"
+        more = "." if "--simulate" in gap else f"; {other} --simulate, which counts everything."
         raise UsageError(f"--find {question}: the peak would be too low, because it does not count {gap}{more}")
 
 

@@ -54,7 +54,10 @@ def _load_newest(run: Run, call: str, root: Place, data_position: bool = True, s
     _refuse_hooks(run, root)
     options = _options(run, session, data_position, strict)
     loaded = read.load_newest(live_of(run), root, session.control, options)
-    return None if loaded is None else _loaded(run, session, loaded)
+    if loaded is None:
+        return None
+    session.last_step = loaded.checkpoint.manifest.step
+    return _loaded(run, session, loaded)
 
 
 def _options(run: Run, session: SaveSession, data_position: bool, strict: bool) -> LoadOptions:

@@ -26,7 +26,7 @@ class SaveSession:
     last: Place | None = None
     """The checkpoint that this run saved last, if nothing was loaded since."""
     last_step: int | None = None
-    """The newest step that this run has saved in its project."""
+    """The newest step that this run has saved in its project, or found there."""
     unfinished: Unfinished = field(default_factory=Unfinished)
     has_warned_of: set[str] = field(default_factory=set)
     """Kinds of differences between ranks, as `replicas.Drift` has them."""

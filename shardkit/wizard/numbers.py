@@ -126,10 +126,29 @@ def review_lines(s: Situation, config: Config) -> Sequence[str]:
         "(an estimate, as in shardkit plan)."
     ]
     if device.fits(peak) is False:
-        lines.append("! This does not fit. Use more machines, a strategy that shards more, or CPU offload.")
+        ways = ", ".join(_less_memory(s, config, peak)) or "a smaller model, or devices with more memory"
+        lines.append(f"! This does not fit. It needs less with: {ways}.")
     elif config.fsdp.offload_params and host:
         lines.append(f"CPU offload is on: {in_words(host * s.per_machine)} of host memory on each machine.")
     return tuple(lines)
+
+
+def _less_memory(s: Situation, config: Config, peak_bytes: int) -> list[str]:
+    """What would lower the peak, by estimates: settings that the configuration does not have yet, and machines."""
+    assert s.model is not None
+    tried = {
+        "FULL_SHARD": with_strategy(config, ShardingStrategy.FULL_SHARD),
+        "activation checkpointing": _with_fsdp(config, activation_checkpointing=True),
+    }
+    if config.mode == "fsdp" and not s.on_cpu:
+        tried["CPU offload"] = _with_fsdp(config, offload_params=True)
+    found = {name: _estimate(s.model, other, s) for name, other in tried.items()}
+    found["more machines"] = _estimated(_Model(s.model), config.model_dump_json(), s.world_size * 2, s.per_machine)
+    return [name for name, other in found.items() if other and other.memory.peak.total < peak_bytes]
+
+
+def _with_fsdp(config: Config, **update: object) -> Config:
+    return config.model_copy(update={"fsdp": config.fsdp.model_copy(update=update)})
 
 
 def _fits(found: Estimate, device: Device) -> bool | None:
@@ -141,8 +160,7 @@ def _offload_estimates(s: Situation) -> tuple[Estimate | None, Estimate | None]:
     if s.model is None or s.strategy is None:
         return None, None
     config = with_strategy(_config(s), s.strategy)
-    offloads = config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"offload_params": True})})
-    return _estimate(s.model, config, s), _estimate(s.model, offloads, s)
+    return _estimate(s.model, config, s), _estimate(s.model, _with_fsdp(config, offload_params=True), s)
 
 
 def with_peaks(s: Situation, field: str, options: Sequence[Option]) -> Sequence[Option]:

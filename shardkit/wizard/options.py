@@ -13,7 +13,7 @@ from shardkit.wizard.conditions import gpu_without_bf16, has_eight_bits, why_not
 from shardkit.wizard.prompter import Option
 from shardkit.wizard.question import show
 from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, SLURM, TPU, Situation
-from shardkit.wording import count_text
+from shardkit.wording import count_text, counted
 
 EIGHT_BIT_TEXTS = {
     "fp8": "bf16 with Linear layers and their all-gathers in fp8 (torchao); large layers are faster",
@@ -156,7 +156,9 @@ def processes_note(s: Situation, value: Any) -> str:
     """The total, and a warning if there are fewer cores."""
     total = f"{s.machines * int(value):,} in total" if s.machines > 1 else ""
     crowded = s.on_cpu and s.where in {HERE, CPU} and int(value) > s.hardware.cores
-    return "; ".join(filter(None, [total, f"more than the {s.hardware.cores} cores here: slow" if crowded else ""]))
+    return "; ".join(
+        filter(None, [total, f"more than the {counted(s.hardware.cores, 'core')} here: slow" if crowded else ""])
+    )
 
 
 def units_note(s: Situation, value: Any) -> str:

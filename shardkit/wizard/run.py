@@ -22,6 +22,7 @@ from shardkit.wizard.model import ModelReader
 from shardkit.wizard.prompter import Back, Option, PlainPrompter, Prompt, Prompter
 from shardkit.wizard.review import Target, check_writable, content_of, review
 from shardkit.wizard.situation import Situation
+from shardkit.wording import counted
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ def _from_accelerate(prompter: Prompter, path: Path, options: WizardOptions) -> 
 
 def _in_words(config: Config) -> str:
     strategy = config.fsdp.sharding_strategy.value if config.mode == "fsdp" else config.mode
-    return f"{strategy}, {config.num_processes} processes"
+    return f"{strategy}, {counted(config.num_processes, 'process', 'processes')}"
 
 
 def _choose(prompter: Prompter, prompt: Prompt, options: tuple[Option, ...], default: Any) -> Any:

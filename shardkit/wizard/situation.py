@@ -9,6 +9,7 @@ from shardkit.config.hardware import Hardware
 from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.model.describe import ModelDescription
 from shardkit.model.sources import is_by_sizes
+from shardkit.wording import counted
 
 HERE, CPU, ELSEWHERE, SEVERAL, SLURM, TPU = "here", "cpu", "elsewhere", "several", "slurm", "tpu"
 
@@ -39,7 +40,7 @@ class Situation:
     def devices_text(self) -> str:
         """This machine's devices as text."""
         names = sorted({device.name for device in self.hardware.devices})
-        return f"{self.gpus} x {', '.join(names)}" if self.gpus else f"CPU only, {self.hardware.cores} cores"
+        return f"{self.gpus} x {', '.join(names)}" if self.gpus else f"CPU only, {counted(self.hardware.cores, 'core')}"
 
     @property
     def planned_device(self) -> str | None:
