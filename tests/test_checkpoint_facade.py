@@ -314,7 +314,8 @@ def refuse_things(project):
     for of_another_program in (False, True):  # on a disk that ignores case, a manifest.json is a MANIFEST.json
         if of_another_program:
             (project / "other" / manifest.NAME).write_text('{"name": "a web page"}')
-        with pytest.raises(CheckpointError, match="a folder with other files in it"):
+        says = "a folder with other files in it; use another name, or write those files after the save"
+        with pytest.raises(CheckpointError, match=says):
             run[0].save_state(project / "other")
     run[0].project_configuration.automatic_checkpoint_naming = False
     with pytest.raises(UsageError, match="no folder is given"):

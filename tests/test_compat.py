@@ -856,6 +856,27 @@ def test_a_step_of_0_begins_a_window(clean_states):
     assert syncs == [False, False, False, False, True, False, False]
 
 
+def models_in_a_list(kind: str) -> tuple[int, list[float]]:
+    accelerator = Accelerator(config={"distributed_type": kind, "use_cpu": True}, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
+    first, second, optimizer = accelerator.prepare(first, second, optimizer)
+    for number in range(4):
+        with accelerator.accumulate([first, second], optimizer, None):
+            accelerator.backward(second(first(torch.full((1, 2), float(number)))).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator._run.counters.step, accelerator.unwrap_model(first).weight.flatten().tolist()
+
+
+def test_accumulate_takes_models_in_a_list_and_what_is_no_model(ranks):
+    alone = ranks.run(1, models_in_a_list, "NO")[0]
+    assert alone[0] == 2
+    for steps, weight in ranks.run(2, models_in_a_list, "MULTI_CPU"):
+        assert (steps, weight) == (2, pytest.approx(alone[1]))
+
+
 def test_trackers_and_the_project_can_be_chosen_after_the_accelerator(clean_states, tmp_path):
     accelerator = Accelerator(config={"distributed_type": "NO", "use_cpu": True})
     assert accelerator.log_with == [] and accelerator.project_dir is None

@@ -214,7 +214,7 @@ def test_a_checkpoint_is_replaced_as_a_whole(root, live):
         assert values_in(again) == {float(value)}
     assert len({name.split("/")[0] for name in names_in(final)}) == 2, "a manifest, and one folder of files"
     objects.put(root.parent / "other" / "notes.txt", b"mine")
-    with pytest.raises(CheckpointSaveError, match=r"contains other objects \(notes.txt\)"):
+    with pytest.raises(CheckpointSaveError, match=r"contains other objects \(notes.txt\); use another name, or write"):
         checkpoints.save(live, root.parent / "other", 1, replace=True)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardkit import Accelerator
+from shardkit.errors import UsageError
 from shardkit.runtime import summary
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -141,6 +142,22 @@ def test_accumulate_inside_accumulate_is_one_micro_batch_of_both_models():
     loss_of(whole, torch.cat(batches(2))).backward()
     torch.testing.assert_close(inner.weight.detach(), before - whole[0].weight.grad)
     assert accelerator.counters.step == 1
+
+
+def test_accumulate_takes_models_in_a_list_and_names_what_is_none():
+    accelerator = Accelerator(config=PLAIN, gradient_accumulation_steps=2)
+    models = [nn.Linear(4, 4), nn.Linear(4, 1)]
+    optimizer = torch.optim.SGD([parameter for model in models for parameter in model.parameters()], 1.0)
+    *models, optimizer = accelerator.prepare(*models, optimizer)
+    for batch in batches(2):
+        with accelerator.accumulate(models):
+            accelerator.backward(loss_of(models[1], models[0](batch)))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert accelerator.counters.step == 1
+    says = r"accumulate: expected models \(got SGD, str\); give those of this micro-batch, or none for all\."
+    with pytest.raises(UsageError, match=says), accelerator.accumulate(optimizer.optimizer, "model"):
+        pass
 
 
 def test_optimizers_made_anew_for_each_round_count_their_steps():

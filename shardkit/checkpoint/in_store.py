@@ -96,8 +96,10 @@ def _refuse_taken(request: "SaveRequest", final: Url, before: Seen | None) -> No
     if before is None:
         others = [name for name in objects.names(final) if not manifest.DATA.fullmatch(name)]
         if others or objects.look(final) is not None:
-            there = f"contains other objects ({others[0]})" if others else "an object with this name exists"
-            raise FileExistsError(17, f"{there}; use another name", str(final))
+            if others:
+                advice = "use another name, or write those after the save"
+                raise FileExistsError(17, f"contains other objects ({others[0]}); {advice}", str(final))
+            raise FileExistsError(17, "an object with this name exists; use another name", str(final))
 
 
 def _replaced(final: Url) -> Url | None:

@@ -263,8 +263,10 @@ def _refuse_taken(request: SaveRequest, final: Path) -> None:
     if not request.replace:
         raise FileExistsError(17, "a checkpoint with this name exists, and checkpoints are not overwritten", str(final))
     if not manifest.is_checkpoint(final):
-        there = "a folder with other files in it" if final.is_dir() else "a file"
-        raise FileExistsError(17, f"{there}; use another name", str(final))
+        if final.is_dir():
+            advice = "use another name, or write those files after the save"
+            raise FileExistsError(17, f"a folder with other files in it; {advice}", str(final))
+        raise FileExistsError(17, "a file; use another name", str(final))
 
 
 def fingerprints(captured: Captured) -> dict[str, str]:

@@ -180,6 +180,10 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
 
     # ---- a training step ----
 
+    def accumulate(self, *models: Any) -> AbstractContextManager[None]:
+        """As shardkit's; what is no model has no effect, as with Accelerate."""
+        return super().accumulate(*(one for one in leaves(models) if isinstance(one, nn.Module)))
+
     def gather(self, tensor: Any) -> Any:
         """As shardkit's; in one process a 0-dim tensor stays one. Collective."""
         gathered = super().gather(tensor)

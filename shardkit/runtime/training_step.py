@@ -1,12 +1,13 @@
 """One training step: accumulation windows, backward, clipping."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardkit.distributed.collectives import leaves
 from shardkit.distributed.tensors import is_fsdp
 from shardkit.errors import UsageError
 from shardkit.optim import clip
@@ -30,13 +31,11 @@ def accumulate_over(run: Run, steps: int) -> None:
 class TrainingStep(Topology):
     """Methods of a training step, between the forward of a micro-batch and `zero_grad`."""
 
-    @contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+    def accumulate(self, *models: nn.Module | Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Context of one micro-batch, from forward to zero_grad. Optimizer, scheduler and zero_grad act only in the
         last micro-batch of a window. The last batch of the loader (of several read side by side: of the longest) ends a
         window early, with the correct mean."""
-        with self._run.accumulation.micro_batch(models or self._run.models):
-            yield
+        return self._run.accumulation.micro_batch(_modules(models) or self._run.models)
 
     def register_forward_method(self, model: nn.Module, *names: str) -> None:
         """Makes these methods of a prepared model, or of a module inside one, callable like its forward: parameters are
@@ -171,3 +170,13 @@ class TrainingStep(Topology):
     def _make_final(self, parameters: list[torch.Tensor]) -> None:
         for optimizer in prepare.optimizers_of(self._run, parameters):
             optimizer.make_gradients_final()
+
+
+def _modules(models: Iterable[Any]) -> list[nn.Module]:
+    """The models, also those in lists and dicts. UsageError for anything else."""
+    found = leaves(list(models))
+    if others := [type(one).__name__ for one in found if not isinstance(one, nn.Module)]:
+        raise UsageError(
+            f"accumulate: expected models (got {', '.join(others)}); give those of this micro-batch, or none for all."
+        )
+    return found
