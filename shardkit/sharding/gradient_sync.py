@@ -261,8 +261,8 @@ def refuse_unreduced(model: nn.Module, parameters: Set[int]) -> None:
         raise UsageError(
             "optimizer step: the accumulation window is incomplete: gradients are not reduced between the replicas of "
             "a hybrid strategy (got a step before the last micro-batch, or units that no backward in it reached); "
-            "step after the end of the window, with a backward through all units in its last micro-batch, or set "
-            "shardkit.ddp_find_unused_parameters: true where blocks are skipped."
+            "step after the end of the window, with a backward through all units in its last micro-batch, set "
+            "shardkit.ddp_find_unused_parameters: true where blocks are skipped, or update torch to 2.15."
         )
 
 
