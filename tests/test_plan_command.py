@@ -93,6 +93,15 @@ def test_without_a_file_the_precision_is_that_of_a_launch(capsys):
     assert "CPU, bf16, adamw" in plan(capsys, *arguments, "--device", "cpu", "--set", "mixed_precision=bf16")
 
 
+def test_a_file_that_nobody_named_is_told(capsys, tmp_path):
+    (tmp_path / "shardkit.yaml").write_text("mixed_precision: fp16\n")
+    for more, told in (([], True), (["--config", "shardkit.yaml"], False)):
+        assert run(["plan", "gpt:layers=2,hidden=64,heads=2", "--world", "2", "--device", "h100-80", *more]) == 0
+        out, err = capsys.readouterr()
+        assert ", fp16, adamw" in out
+        assert (err == f"plan: settings of {tmp_path / 'shardkit.yaml'}\n") is told
+
+
 def test_the_docs_show_what_is_printed(capsys):
     page = (Path(__file__).parent.parent / "docs" / "how-to" / "plan.md").read_text()
     shown = page[page.index("```text\n") + 8 :]

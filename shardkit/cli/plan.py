@@ -127,6 +127,8 @@ def plan(
         network=network,
         file=None if of or model else path,
     )
+    if path is not None and config is None:
+        typer.echo(f"plan: settings of {path}", err=True)
     result = answer(asked, question, simulation)
     if plot is not None:
         picture.save(result, plot)
