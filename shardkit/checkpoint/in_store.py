@@ -95,10 +95,10 @@ def _refuse_taken(request: "SaveRequest", final: Url, before: Seen | None) -> No
         raise FileExistsError(17, "a checkpoint with this name exists, and checkpoints are not overwritten", str(final))
     if before is None:
         others = [name for name in objects.names(final) if not manifest.DATA.fullmatch(name)]
-        if others or objects.look(final) is not None:
-            if others:
-                advice = "use another name, or write those after the save"
-                raise FileExistsError(17, f"contains other objects ({others[0]}); {advice}", str(final))
+        if others:
+            advice = "use another name, or write those after the save"
+            raise FileExistsError(17, f"contains other objects ({others[0]}); {advice}", str(final))
+        if objects.look(final) is not None:
             raise FileExistsError(17, "an object with this name exists; use another name", str(final))
 
 

@@ -66,14 +66,14 @@ OF_ENGINES = ("partition", "account", "qos", "namespace", "queue")
 
 def command_meant(verb: str, typed: str) -> str | None:
     """What an unknown command of this verb means, `check` or `--check` of config; without a verb: an unknown verb."""
-    word = typed.lstrip("-").replace("_", "-").lower()
+    word = _word(typed)
     found = next((name for name, words in COMMANDS.get(verb, {}).items() if word in words), None)
     return f"shardkit {found}" if found and verb else found
 
 
 def meant(verb: str, typed: str, takes_settings: bool) -> list[str]:
     """What an unknown option of this verb may mean: `--gpus` is `--world` of plan; a setting is given by `--set`."""
-    word = typed.lstrip("-").replace("_", "-").lower()
+    word = _word(typed)
     found = [option for option, words in HABITS.get(verb, {}).items() if word in words]
     if found:
         return found
@@ -85,3 +85,8 @@ def meant(verb: str, typed: str, takes_settings: bool) -> list[str]:
 
     name = whole_name(word.replace("-", "_"))
     return [f"--set {name}=VALUE"] if name else []
+
+
+def _word(typed: str) -> str:
+    """As the tables have it: without leading dashes, `_` as `-`, in small letters."""
+    return typed.lstrip("-").replace("_", "-").lower()
