@@ -140,6 +140,8 @@ def test_a_script_without_an_accelerator_is_told_at_the_end_that_the_strategy_ha
     assert done.returncode == 0, done.stderr
     said = "warning: the script made no Accelerator, so FSDP FULL_SHARD and bf16 had no effect, and each rank's model"
     assert (said in done.stderr) == (not lines)
+    asked = launch(tmp_path, "--num-processes", "2", "train.py", "--help")
+    assert (asked.returncode, "warning" in asked.stderr) == (0, False)
 
 
 @pytest.mark.parametrize(("arguments", "words"), [("--cpu --lr 1 -n=2", "--cpu -n=2"), ("--rate 1", "")])

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from shardkit.cli.main import run
+from shardkit.config import hardware
 from shardkit.config.schema import Config, FsdpConfig, ShardingStrategy
 from shardkit.errors import UsageError
 from shardkit.model.describe import TransformerFacts
@@ -91,6 +92,19 @@ def test_without_a_file_the_precision_is_that_of_a_launch(capsys):
         assert f", {precision}, adamw" in plan(capsys, *arguments, "--device", device)
     assert "CPU, fp32, adamw" in plan(capsys, *arguments, "--set", "use_cpu=true")
     assert "CPU, bf16, adamw" in plan(capsys, *arguments, "--device", "cpu", "--set", "mixed_precision=bf16")
+
+
+def test_ranks_on_the_cpu_share_the_memory_of_this_machine(capsys):
+    """As the wizard counts it. A CPU of the table, on another machine, has an unknown memory."""
+    asked = ("--model", "gpt:layers=2,hidden=64,heads=2", "--batch-size", "1", "--world", "4", "--per-machine", "2")
+    here = hardware.detect().memory_bytes
+    found = json.loads(plan(capsys, *asked, "--set", "use_cpu=true", "--json"))
+    assert (found["device"]["name"], found["device"]["memory_bytes"]) == ("CPU", here // 2)
+    assert [row["fits"] for row in found["strategies"]] == [True] * 5
+    said = plan(capsys, *asked, "--set", "use_cpu=true")
+    assert f"the peak in a rank's share of the host memory, {here / 2 / 2**30:,.1f} GiB" in " ".join(said.split())
+    there = json.loads(plan(capsys, *asked, "--device", "cpu", "--json"))
+    assert there["device"]["memory_bytes"] is None
 
 
 def test_a_file_that_nobody_named_is_told(capsys, tmp_path):

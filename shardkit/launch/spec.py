@@ -203,7 +203,10 @@ def headline(spec: LaunchSpec, log_dir: str) -> str:
 
 
 def settings_without_effect(spec: LaunchSpec) -> str | None:
-    """What is said at the end of a run whose script has made no Accelerator; None where settings would do nothing."""
+    """What is said at the end of a run whose script has made no Accelerator; None where settings would do nothing,
+    and where the script was asked for its help."""
+    if {"--help", "-h"} & set(spec.arguments):
+        return None
     of_models = [spec.strategy] if spec.world_size > 1 else []
     if spec.mixed_precision != "no":
         of_models.append(spec.mixed_precision)

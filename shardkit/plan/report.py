@@ -263,6 +263,11 @@ def _notes(answer: Answer) -> str:
             f"Fits: the peak and {device.reserve_bytes / GIB:.0f} GiB for context, communication buffers and "
             f"workspaces, in {device.memory_bytes / GIB:,.1f} GiB. Fragmentation is not counted."
         )
+    elif device.name == "CPU" and device.memory_bytes:
+        notes.append(
+            f"Fits: the peak in a rank's share of the host memory, {device.memory_bytes / GIB:,.1f} GiB, of which "
+            "Python and torch take a quarter of a GiB."
+        )
     if (time := answer.chosen_row.time) is not None:
         found = time.efficiency
         faster = f", up to {COMPILE_SPEEDUP} times that with compile" if answer.request.config.shardkit.compile else ""

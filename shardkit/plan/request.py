@@ -185,7 +185,8 @@ def _without_class_names(config: Config) -> Config:
 
 
 def device_of(config: Config, name: str | None, memory: str | None) -> Device:
-    """The device of this name, else the configuration's CPU, else this machine's, else an H100; with this memory."""
+    """The device of this name, else this machine's: a rank's share of the host where the configuration trains on the
+    CPU, its GPU, or an H100 where it has none; with this memory."""
     problems = Problems()
     size = devices.memory_in(memory) if memory else None
     if memory and size is None:
@@ -194,9 +195,10 @@ def device_of(config: Config, name: str | None, memory: str | None) -> Device:
     problems.raise_all()
     if named is not None:
         return named
+    hardware = detect()
     if runs_on_cpu(config):
-        return devices.find("cpu", size)
-    here = detect().devices
+        return devices.find("cpu", size or hardware.memory_bytes // config.processes_per_machine)
+    here = hardware.devices
     return devices.of_hardware(here[0].name, size or here[0].memory_bytes) if here else devices.find("h100-80", size)
 
 
