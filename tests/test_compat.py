@@ -529,6 +529,8 @@ def weights_after(steps_apart):
     whole = Accelerator(config={"distributed_type": "FSDP", "use_cpu": True})
     with pytest.raises(UsageError, match=r"LocalSGD: every rank needs all weights \(got FSDP\)"):
         LocalSGD(whole, model, 2)
+    with LocalSGD(whole, model, 2, enabled=False) as off:
+        off.step()
     return model.weight.detach().clone(), have_differed
 
 

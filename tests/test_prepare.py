@@ -300,6 +300,28 @@ def test_a_model_is_prepared_again_after_free_memory(ranks, alone):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+def prepared_by_one_after_the_other(config: dict, batch_size: int) -> list[torch.Tensor]:
+    """A trainer that keeps what `prepare` has returned, and gives it to the Accelerator of its next run."""
+    model, optimizer, loader, _ = parts(16, batch_size)
+    for frees in (True, False, True):
+        accelerator = Accelerator(config=config)
+        model, optimizer, batches = accelerator.prepare(model, optimizer, loader)
+        for batch in batches:
+            one_step(accelerator, model, optimizer, batch)
+        if frees:
+            accelerator.free_memory()
+    evaluated = Accelerator(config=config).prepare_model(model, evaluation_mode=True)
+    assert not isinstance(evaluated, nn.parallel.DistributedDataParallel)
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("config", BOTH)
+def test_a_prepared_model_is_prepared_by_another_accelerator(ranks, alone, config):
+    expected = prepared_by_one_after_the_other({"use_cpu": True}, 8)
+    for found in ranks.run(2, prepared_by_one_after_the_other, config, 4):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
 def depths_of_calls(config: dict) -> tuple[list[int], str]:
     """How many functions a block's forward lies in, for a model that is prepared by one Accelerator after the other;
     and the strategy that is shown."""

@@ -14,11 +14,11 @@ class LocalSGD:
     and at the end, the weights are averaged over all ranks. Does nothing if not `enabled`, or with one rank.
     Collective: every rank enters it, and calls `step` equally often.
 
-    Raises UsageError if the model is sharded.
+    Raises UsageError if it is enabled and the model is sharded.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
-        if accelerator.is_fsdp2:
+        if enabled and accelerator.is_fsdp2:
             raise UsageError(
                 f"LocalSGD: every rank needs all weights (got {accelerator.distributed_type.value}); use "
                 "distributed_type MULTI_GPU or MULTI_CPU."

@@ -63,7 +63,7 @@ class Accumulation:
         """Whether the script is inside `accumulate()`."""
         self.is_stepping = False
         """Whether a prepared optimizer is stepping: steps inside it do not count."""
-        self._loaders = loaders
+        self.loaders = loaders
 
         self.thread: threading.Thread | None = None
         """Of the last step of a prepared optimizer."""
@@ -171,7 +171,7 @@ class Accumulation:
         parts = (part for one in self._deferred_models for part in one.modules())  # accumulate() may get a wrapper
         is_deferred = is_early and any(model is part for part in parts)
         self.deferred_gradients.note_backward(model, is_deferred or not reduces(model))
-        for loader in self._loaders:
+        for loader in self.loaders:
             loader.note_backward()
         self._backwards = replace(
             self._backwards,
@@ -255,11 +255,11 @@ class Accumulation:
         self.counters.end_step()
         self._has_stepped_in_micro_batch = True
         self._at_step = self._backwards
-        current = active_loader(self._loaders)
+        current = active_loader(self.loaders)
         self.boundaries.note_step(current, is_repeated=optimizer in self._stepped)
         if current is not None:
-            last = [loop for loader in self._loaders if (loop := loader.last_loop) is not None]
-            for loader in self._loaders:
+            last = [loop for loader in self.loaders if (loop := loader.last_loop) is not None]
+            for loader in self.loaders:
                 loader.note_step(current.last_yield, last)
         if was_skipped:
             return
@@ -289,8 +289,8 @@ class Accumulation:
     def before_loop(self, loader: PreparedLoader) -> None:
         """Called by a loader when a loop begins. A loader that the script took out of the prepared ones is one again:
         it ends windows, and knows which of its samples are padding."""
-        if loader not in self._loaders:
-            self._loaders.append(loader)
+        if loader not in self.loaders:
+            self.loaders.append(loader)
 
     def after_batch(self, loader: PreparedLoader) -> None:
         """Called by a loader when the loop requests the next batch: the previous one is done."""
@@ -325,8 +325,8 @@ class Accumulation:
     def _loader_of_micro_batch(self) -> PreparedLoader | None:
         """The loader whose end ends the window: of several that have yielded a batch for this micro-batch the longest,
         since a shorter one begins again in the same loop."""
-        active = active_loader(self._loaders)
-        new = [one for one in self._loaders if one.is_iterating and one.last_yield > self._newest_batch]
+        active = active_loader(self.loaders)
+        new = [one for one in self.loaders if one.is_iterating and one.last_yield > self._newest_batch]
         self._newest_batch = 0 if active is None else active.last_yield
         return active if len(new) < 2 else max(new, key=lambda one: (_length(one), one.last_yield))
 
@@ -350,7 +350,7 @@ class Accumulation:
     def _note_batch(self, micro_batches: int) -> None:
         """Counts the samples of a micro-batch as trained on. `micro_batches`: of the step, which may have been read
         ahead."""
-        loader = active_loader(self._loaders)
+        loader = active_loader(self.loaders)
         samples = None if loader is None else loader.take_trained(micro_batches)
         if samples is not None:
             self.counters.add_samples(samples)

@@ -6,8 +6,11 @@ from typing import Any
 from torch import nn
 
 from shardkit.data import padding
+from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.distributed import buffers, collectives, progress
+from shardkit.runtime import foreign_steps
 from shardkit.runtime.eager import eager
+from shardkit.runtime.run import Run
 from shardkit.runtime.topology import Topology
 
 
@@ -31,12 +34,12 @@ class Communication(Topology):
         """
         self._run.refuse_if_left("gather_for_metrics")
         self._run.accumulation.boundaries.note_meeting()
-        same_data = self._run.same_data
-        if not use_gather_object and (short := padding.short_batch(self._run.loaders, input_data)) is not None:
+        same_data, loaders = self._run.same_data, _loaders_of_loops(self._run)
+        if not use_gather_object and (short := padding.short_batch(loaders, input_data)) is not None:
             found = collectives.gather_repeated(input_data, *short, same_data)
             if found is not None:
                 return found
-        real = padding.real_samples(self._run.loaders, input_data, use_gather_object)
+        real = padding.real_samples(loaders, input_data, use_gather_object)
         return collectives.gather_real(input_data, real, use_gather_object, same_data)
 
     @eager
@@ -86,3 +89,11 @@ class Communication(Topology):
         """Reports progress: the launcher restarts its `hang_timeout_s` clock. Call it now and then in long work of the
         script; it costs microseconds. Not collective."""
         progress.post(phase, self._run.counters.step)
+
+
+def _loaders_of_loops(run: Run) -> list[PreparedLoader]:
+    """The run's loaders, and those of other Accelerators of this process in whose loops a batch was read since."""
+    newest = active_loader(run.loaders)
+    since = 0 if newest is None else newest.last_yield
+    others = [one for other in foreign_steps.others(run.accumulation) for one in other.loaders]
+    return [*run.loaders, *(one for one in others if one.is_iterating and one.last_yield > since)]

@@ -33,6 +33,11 @@ def watch(accumulation: Accumulation) -> None:
     _install()
 
 
+def others(accumulation: Accumulation) -> list[Accumulation]:
+    """Those of the process's other Accelerators: each module of a script may have one."""
+    return [one for one in _runs if one is not accumulation]
+
+
 @cache
 def _install() -> None:
     register_optimizer_step_pre_hook(_check)

@@ -8,6 +8,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from shardkit.data.agreement import generator_of
@@ -43,6 +44,7 @@ def prepare(
     The work has a fixed order, so that the order of the arguments does not matter: models first, then loaders, then
     optimizers, which need the models' new parameters, then schedulers, which need optimizers.
     """
+    objects = [_without_earlier_replica(run, one) for one in objects]
     kinds = _kinds(objects)
     moves = _placement(run, objects, device_placement)
     models = [one for one, kind in zip(objects, kinds, strict=True) if kind == "model"]
@@ -75,6 +77,7 @@ def for_evaluation(
     makes it trainable later. Collective."""
     if kind_of(model) != "model":
         raise UsageError(f"prepare_model: not a module (got {type(model).__name__}); give a torch.nn.Module.")
+    model = _without_earlier_replica(run, model)
     if model in run.evaluated or _prepared(run, model) is not None:
         distributed_model.load(run, model, weights)
         return model
@@ -234,6 +237,16 @@ def _note_backward(of_run: ReferenceType[Run], of_model: ReferenceType[nn.Module
 def _prepared(run: Run, model: nn.Module) -> nn.Module | None:
     """The model as `prepare` has returned it, also for a module in its wrappers; None if it was not prepared."""
     return next((one for one in run.models if any(model is inner for inner in layers(one))), None)
+
+
+def _without_earlier_replica(run: Run, value: Any) -> Any:
+    """The module in a model that was prepared for DDP by another Accelerator, or before `free_memory`; else the
+    value."""
+    if not isinstance(value, DistributedDataParallel) or _prepared(run, value) is not None:
+        return value
+    from shardkit.sharding.ddp import Replica
+
+    return value.module if isinstance(value, Replica) else value
 
 
 def _loader(run: Run, loader: Any, moves: bool) -> PreparedLoader:

@@ -90,6 +90,7 @@ class Run:
     is_announced: bool = False
     is_triggered: bool = False
     has_warned_of_empty_clip: bool = False
+    has_warned_of_other_accelerator: bool = False
     watched: WeakSet[nn.Module] = field(default_factory=WeakSet)
     """Models whose backwards this run notes, also those dropped since."""
     models: list[nn.Module] = field(init=False)

@@ -10,14 +10,17 @@ from torch import nn
 from shardkit.distributed.collectives import leaves
 from shardkit.distributed.tensors import is_fsdp
 from shardkit.errors import UsageError
+from shardkit.log import get_logger
 from shardkit.optim import clip
-from shardkit.runtime import prepare, settings
+from shardkit.runtime import foreign_steps, prepare, settings
 from shardkit.runtime.counters import Counters
 from shardkit.runtime.eager import eager
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.run import Run
 from shardkit.runtime.topology import Topology
 from shardkit.sharding import gradient_sync, precision
+
+log = get_logger(__name__)
 
 
 def accumulate_over(run: Run, steps: int) -> None:
@@ -26,6 +29,21 @@ def accumulate_over(run: Run, steps: int) -> None:
     kept = settings.kept_accumulation(steps, run.config.shardkit.data.split_batches)
     run.config = settings.with_value(run.config, "shardkit.gradient_accumulation_steps", kept)
     run.accumulation.steps = kept
+
+
+def _warn_of_other_accelerator(run: Run) -> None:
+    """Tells once where the windows are those of another Accelerator, as in a script with one in each module."""
+    owners = [other for other in foreign_steps.others(run.accumulation) if other.models]
+    steps = [other.steps for other in owners if other.steps != run.accumulation.steps]
+    if steps and run.process.is_main and not run.has_warned_of_other_accelerator:
+        run.has_warned_of_other_accelerator = True
+        log.warning(
+            "backward: this Accelerator has prepared no model, and divides the loss by its own number of micro-batches "
+            "(got %d; the one that has prepared a model has %d); call backward, clip_grad_norm_ and sync_gradients of "
+            "that one.",
+            run.accumulation.steps,
+            steps[0],
+        )
 
 
 class TrainingStep(Topology):
@@ -74,6 +92,8 @@ class TrainingStep(Topology):
     def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
         """Computes the gradients of the loss, divided by the number of micro-batches per step, and scaled under
         fp16."""
+        if not self._run.models:
+            _warn_of_other_accelerator(self._run)
         self._run.accumulation.backward(loss, **arguments)
 
     @eager
