@@ -24,7 +24,7 @@ def offline(tmp_path, monkeypatch):
     yield
     if "wandb" in sys.modules:
         sys.modules["wandb"].teardown()
-    for name in ("WANDB_SERVICE", "MLFLOW_EXPERIMENT_ID"):  # what these packages leave there
+    for name in ("WANDB_SERVICE", "MLFLOW_EXPERIMENT_ID", "CRC32C_SW_MODE"):  # what these packages leave there
         os.environ.pop(name, None)
 
 
@@ -76,3 +76,11 @@ def test_its_own_object_is_there_before_anything_is_logged(name, tmp_path, alone
     assert own is accelerator.get_tracker(name).tracker and not isinstance(own, type(accelerator.get_tracker(name)))
     accelerator.log({"loss": 1.0}, step=3)
     accelerator.end_training()
+
+
+def test_tensorboardx_alone_writes_the_event_files(tmp_path, alone, offline, monkeypatch):
+    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    run("tensorboard", tmp_path, 2, resumes=False)
+    assert list((tmp_path / "run").glob("events.out.tfevents.*"))

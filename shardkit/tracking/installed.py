@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,10 @@ class TensorBoard(_Begun):
             self.writer.add_images(name, value, global_step=step, **{"dataformats": "NHWC", **arguments})
 
     def _begin(self) -> Any:
-        from torch.utils.tensorboard import SummaryWriter
-
         assert self._folder is not None
         if not self._is_resumed():
             _set_aside(self._folder)
-        return SummaryWriter(str(self._folder), **{"purge_step": self._purge, **self._arguments})
+        return _summary_writer()(str(self._folder), **{"purge_step": self._purge, **self._arguments})
 
     def _store(self, values: dict[str, Any]) -> None:
         self._own.add_text("config", config_as_json(values).replace("\n", "  \n"))
@@ -247,6 +246,14 @@ class Mlflow(_Begun):
         import mlflow
 
         mlflow.end_run()
+
+
+def _summary_writer() -> Any:
+    """torch's SummaryWriter, which needs the package tensorboard, or that of tensorboardX."""
+    try:
+        return import_module("torch.utils.tensorboard").SummaryWriter
+    except ImportError:
+        return import_module("tensorboardX").SummaryWriter
 
 
 def _set_aside(folder: Path) -> None:
