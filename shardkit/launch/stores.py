@@ -73,10 +73,13 @@ def reached(host: str, port: int, timeout_s: float, say: Say, who: str, whom: st
     announcement = Announcement(say)
     until = time.monotonic() + timeout_s
     while True:
-        address = addresses.resolve(host)
-        problem = addresses.answers(address, port, CONNECT_S) if address else "its name cannot be resolved"
-        if problem is None and address is not None:
-            return connected(address, port)
+        problems = []
+        for address in addresses.all_of(host):
+            found = addresses.answers(address, port, CONNECT_S)
+            if found is None:
+                return connected(address, port)
+            problems.append(found if address == host else f"{address}: {found}")
+        problem = "; ".join(problems) or "its name cannot be resolved"
         if time.monotonic() > until:
             raise MachineError(
                 f"launch: {who} did not reach {whom} at {joined(host, port)} within {timeout_s:g} s ({problem}); "
