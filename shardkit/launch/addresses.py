@@ -18,7 +18,7 @@ def resolve(host: str) -> str | None:
 
 
 def all_of(host: str) -> list[str]:
-    """The host's addresses: this machine's own first, then those with a route, loopback last; IPv4 before IPv6. Empty if
+    """The host's addresses: this machine's own first, then those with a route, loopback last; IPv4 before IPv6. None if
     the name cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
