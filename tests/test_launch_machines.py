@@ -112,6 +112,15 @@ def test_of_several_addresses_of_a_name_the_one_that_answers_is_used(monkeypatch
     del store
 
 
+def test_a_slow_lookup_of_names_is_told_and_waited_for(monkeypatch, capsys):
+    store = stores.hosted("127.0.0.1", 0)
+    monkeypatch.setattr(stores, "SLOW_LOOKUP_S", 0.1)
+    monkeypatch.setattr(socket, "getnameinfo", lambda *_: time.sleep(0.5))
+    monkeypatch.setattr(stores, "GREETING_S", 0)  # so that only the lookups' time is left
+    assert stores.reached("127.0.0.1", store.port, 5, print, "machine 1", "machine 0", "").port == store.port
+    assert "s to look up the name of 127.0.0.1, as torch does for each connection" in capsys.readouterr().out
+
+
 def test_of_several_addresses_of_a_name_those_of_this_machine_are_first_and_loopback_is_last(monkeypatch):
     known_as(monkeypatch, "::1", "127.0.1.1", "2001:db8::1", "192.0.2.1")
     monkeypatch.setattr(addresses, "towards", lambda address: None if address == "192.0.2.1" else address)

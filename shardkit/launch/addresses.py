@@ -1,8 +1,10 @@
 """The addresses of this machine, and the interface by which it reaches another machine."""
 
+import contextlib
 import socket
 import struct
 import sys
+import time
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
@@ -48,6 +50,15 @@ def is_loopback(address: str) -> bool:
 def means_loopback(host: str) -> bool:
     """Whether the name explicitly means loopback. Other names may resolve to loopback by /etc/hosts (Debian)."""
     return host == "localhost" or is_loopback(host)
+
+
+def lookup_s(address: str) -> float:
+    """How long it takes here to look up the name of an address, as torch does for each connection: seconds where no
+    DNS server answers."""
+    began_s = time.monotonic()
+    with contextlib.suppress(OSError, UnicodeError):
+        socket.getnameinfo((address, 0), 0)
+    return time.monotonic() - began_s
 
 
 def reached_by(host: str, address: str) -> str:
