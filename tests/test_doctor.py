@@ -64,7 +64,7 @@ def test_what_a_machine_lacks_is_found_with_what_to_change(tmp_path):
     assert [one.level for one in found] == [Level.ERROR] and "give --main HOST:PORT" in found[0].found
 
 
-def test_addresses_that_lead_nowhere_are_found():
+def test_addresses_that_lead_nowhere_are_found(monkeypatch):
     def level_of(host: str, number: int = 1) -> Level:
         return machine.address(config(num_machines=2, num_processes=2, main_process_ip=host, machine_rank=number))[
             0
@@ -74,6 +74,8 @@ def test_addresses_that_lead_nowhere_are_found():
     assert level_of("no-such-name.invalid") is Level.ERROR
     assert level_of("127.0.0.1") is Level.OK
     assert level_of("192.0.2.1", 0) in (Level.WARNING, Level.ERROR)  # RFC 5737: nobody's, and perhaps no way there
+    monkeypatch.setattr(machine.addresses, "lookup_s", lambda address: 20.0)
+    assert level_of("127.0.0.1") is Level.WARNING
 
 
 @pytest.mark.parametrize(

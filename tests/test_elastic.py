@@ -3,6 +3,7 @@
 import re
 import signal
 import socket
+import threading
 import time
 from itertools import groupby
 
@@ -147,6 +148,40 @@ def test_a_machine_with_another_secret_is_told_that_and_not_that_machine_0_is_lo
             generations.next_decision(joins, 0, training=0)
     finally:
         joins.close()
+
+
+def test_a_machine_that_waits_and_was_silent_too_long_is_told_that_it_was_left_out():
+    store, greeting = stores.hosted("127.0.0.1", 0), {"host": HOST, "pid": 1}
+    first = rosters.RosterServer(store, greeting, machines=3, lost_s=2, say=print)
+    spare = rosters.RosterClient(store, {**greeting, "endpoint": None}, wanted=None, lost_s=30)
+    try:
+        while len(first.members()) < 2:
+            time.sleep(0.01)
+        spare._beat_s = float("inf")  # as if its signs of life were lost on their way
+        with pytest.raises(MachineError, match=r"machine was left out.* no sign of life from it for 2 s; start it"):
+            generations.next_decision(spare, 0, training=1)
+        assert [member.number for member in first.members()] == [0]
+    finally:
+        spare.close()
+        first.close()
+
+
+def test_a_machine_that_stood_still_does_not_take_machine_0_for_lost():
+    thread = rosters.PollingThread(lambda: None)
+    try:
+        while thread.count < 2:
+            time.sleep(0.01)
+        assert thread.busy_s() < 0.05, "while it rests, nobody is waited for"
+    finally:
+        thread.close()
+    blocked = threading.Event()
+    thread = rosters.PollingThread(lambda: blocked.wait() and None)
+    try:
+        while thread.busy_s() < 0.2:
+            time.sleep(0.01)
+    finally:
+        blocked.set()
+        thread.close()
 
 
 def test_a_number_of_micro_batches_that_does_not_fit_is_refused(monkeypatch):

@@ -92,6 +92,45 @@ def test_addresses_and_their_interfaces():
     assert addresses.answers("127.0.0.1", port, 1) == "Connection refused"
 
 
+def known_as(monkeypatch, *known: str) -> None:
+    """The name `head` has these addresses, in this order."""
+    real = socket.getaddrinfo
+    found = [(addresses.family_of(one), socket.SOCK_STREAM, 6, "", (one, 0)) for one in known]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *of, **more: found if host == "head" else real(host, *of))
+
+
+def test_of_several_addresses_of_a_name_the_one_that_answers_is_used(monkeypatch):
+    with addresses.listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+    store = stores.hosted("127.0.0.1", port)
+    known_as(monkeypatch, "192.0.2.1", "127.0.0.1")  # RFC 5737: nobody's
+    monkeypatch.setattr(stores, "CONNECT_S", 0.2)
+    found = stores.reached("head", port, 5, print, "machine 1", "machine 0", "")
+    assert (found.host, addresses.resolve("head")) == ("127.0.0.1", "192.0.2.1")
+    with pytest.raises(MachineError, match=r"at head:1 within 0 s \(192.0.2.1: [^;]+; 127.0.0.1: Connection refused\)"):
+        stores.reached("head", 1, 0, print, "machine 1", "machine 0", "")
+    del store
+
+
+def test_a_slow_lookup_of_names_is_told_and_waited_for(monkeypatch, capsys):
+    store = stores.hosted("127.0.0.1", 0)
+    monkeypatch.setattr(stores, "SLOW_LOOKUP_S", 0.1)
+    monkeypatch.setattr(socket, "getnameinfo", lambda *_: time.sleep(0.5))
+    monkeypatch.setattr(stores, "GREETING_S", 0)  # so that only the lookups' time is left
+    assert stores.reached("127.0.0.1", store.port, 5, print, "machine 1", "machine 0", "").port == store.port
+    assert "s to look up the name of 127.0.0.1, as torch does for each connection" in capsys.readouterr().out
+
+
+def test_of_several_addresses_of_a_name_those_of_this_machine_are_first_and_loopback_is_last(monkeypatch):
+    known_as(monkeypatch, "::1", "127.0.1.1", "2001:db8::1", "192.0.2.1")
+    monkeypatch.setattr(addresses, "towards", lambda address: None if address == "192.0.2.1" else address)
+    assert addresses.all_of("head") == ["2001:db8::1", "192.0.2.1", "127.0.1.1", "::1"]
+    monkeypatch.setattr(addresses, "is_here", lambda address: address == "192.0.2.1")
+    assert addresses.all_of("head")[:2] == ["192.0.2.1", "2001:db8::1"]
+    assert addresses.reached_by("head", "192.0.2.1") == "192.0.2.1"
+    assert addresses.reached_by("head", "127.0.1.1") == "head"
+
+
 # restarts, and who is named (lines 2 and 6)
 
 

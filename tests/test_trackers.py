@@ -406,6 +406,24 @@ def test_a_project_without_a_name_is_said(tmp_path, alone):
     accelerator.end_training()
 
 
+def test_numbers_in_a_configuration_stay_numbers_and_its_json_is_strict(tmp_path):
+    tracker, refused = JsonLines(tmp_path, lambda: False), float("nan")
+    values = {"np": numpy.float32(2), "torch": torch.tensor(3), "array": numpy.arange(2)}
+    tracker.store_init_configuration({**values, "clip": float("inf"), "nested": {"list": [refused, values]}})
+    tracker.finish()
+    found = json.loads((tmp_path / "config.json").read_text(), parse_constant=pytest.fail)
+    as_read = {"np": 2.0, "torch": 3, "array": "[0 1]"}
+    assert found == {**as_read, "clip": "inf", "nested": {"list": ["nan", as_read]}}
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_the_first_log(tmp_path):
+    (tmp_path / "file").touch()
+    accelerator = Accelerator(config=ALONE, project_dir=tmp_path / "file")
+    with pytest.raises(UsageError, match=r"the folder \S*file/run cannot be written \(Not a directory\); give"):
+        accelerator.init_trackers("run")
+    accelerator.end_training()
+
+
 def test_what_cannot_be_tracked_is_said(tmp_path):
     with pytest.raises(UsageError) as caught:
         Accelerator(config=ALONE, log_with=["csv", "tensorbord", "aim", Mine, 3])

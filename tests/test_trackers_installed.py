@@ -24,7 +24,7 @@ def offline(tmp_path, monkeypatch):
     yield
     if "wandb" in sys.modules:
         sys.modules["wandb"].teardown()
-    for name in ("WANDB_SERVICE", "MLFLOW_EXPERIMENT_ID"):  # what these packages leave there
+    for name in ("WANDB_SERVICE", "MLFLOW_EXPERIMENT_ID", "CRC32C_SW_MODE"):  # what these packages leave there
         os.environ.pop(name, None)
 
 
@@ -76,3 +76,32 @@ def test_its_own_object_is_there_before_anything_is_logged(name, tmp_path, alone
     assert own is accelerator.get_tracker(name).tracker and not isinstance(own, type(accelerator.get_tracker(name)))
     accelerator.log({"loss": 1.0}, step=3)
     accelerator.end_training()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_takes_the_arguments_and_files_of_accelerates_tracker(tmp_path, alone, offline, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    (tmp_path / "notes.txt").write_text("a")
+    accelerator = Accelerator(config=ALONE, project_dir=str(tmp_path), log_with="mlflow")
+    own = {"nested_run": True, "run_name": "mine", "experiment_name": "named", "logging_dir": str(tmp_path / "files")}
+    accelerator.init_trackers("run", init_kwargs={"mlflow": own})
+    tracker = accelerator.get_tracker("mlflow")
+    tracker.log_artifact(str(tmp_path / "notes.txt"), "texts")
+    run = tracker.active_run
+    accelerator.end_training()
+    assert run.info.run_name == "mine"
+    assert mlflow.get_experiment(run.info.experiment_id).name == "named"
+    assert [path.read_text() for path in (tmp_path / "files").rglob("texts/notes.txt")] == ["a"]
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "of the shell")
+    accelerator.init_trackers("run")
+    run = accelerator.get_tracker("mlflow", unwrap=True)
+    accelerator.end_training()
+    assert mlflow.get_experiment(run.info.experiment_id).name == "of the shell"
+
+
+def test_tensorboardx_alone_writes_the_event_files(tmp_path, alone, offline, monkeypatch):
+    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    run("tensorboard", tmp_path, 2, resumes=False)
+    assert list((tmp_path / "run").glob("events.out.tfevents.*"))

@@ -51,6 +51,7 @@ def _of_all_ranks(rank: int, meet_timeout_s: float, timeout: timedelta) -> Store
     else:
         advice = "check that rank 0 is running, that MASTER_ADDR is its machine, and that no firewall blocks the port"
         store = stores.reached(host, port, meet_timeout_s, log.warning, f"rank {rank}", "rank 0", advice)
+        host = addresses.reached_by(host, store.host)
     if not env.get("GLOO_SOCKET_IFNAME"):
         world_size = number_in(env.get("WORLD_SIZE") or "") or 1
         env.update(_gloo_variables(host, rank, world_size, PrefixStore("addresses", store)))

@@ -1,8 +1,10 @@
 """The addresses of this machine, and the interface by which it reaches another machine."""
 
+import contextlib
 import socket
 import struct
 import sys
+import time
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
@@ -13,12 +15,19 @@ IPV6_ADDRESSES = Path("/proc/net/if_inet6")  # a line each: 32 digits, ..., the 
 
 
 def resolve(host: str) -> str | None:
-    """The host's address, preferably IPv4; None if the name cannot be resolved."""
+    """The first of `all_of` the host's addresses; None if the name cannot be resolved."""
+    return next(iter(all_of(host)), None)
+
+
+def all_of(host: str) -> list[str]:
+    """The host's addresses: this machine's own first, then those with a route, loopback last; IPv4 before IPv6. None if
+    the name cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # UnicodeError: a part between two dots is empty, or longer than 63 characters
-        return None
-    return str(min(found, key=lambda entry: entry[0] is not socket.AF_INET)[4][0])
+        return []
+    known = dict.fromkeys(str(entry[4][0]) for entry in found)
+    return sorted(known, key=lambda one: (is_loopback(one), not is_here(one), towards(one) is None, ":" in one))
 
 
 def is_here(address: str | None) -> bool:
@@ -41,6 +50,21 @@ def is_loopback(address: str) -> bool:
 def means_loopback(host: str) -> bool:
     """Whether the name explicitly means loopback. Other names may resolve to loopback by /etc/hosts (Debian)."""
     return host == "localhost" or is_loopback(host)
+
+
+def lookup_s(address: str) -> float:
+    """How long it takes here to look up the name of an address, as torch does for each connection: seconds where no
+    DNS server answers."""
+    began_s = time.monotonic()
+    with contextlib.suppress(OSError, UnicodeError):
+        socket.getnameinfo((address, 0), 0)
+    return time.monotonic() - began_s
+
+
+def reached_by(host: str, address: str) -> str:
+    """How to name a host that has answered at one of its addresses: by that one, since the others may not be reached.
+    By its name where that means loopback, by which other machines do not reach it."""
+    return host if is_loopback(address) else address
 
 
 def gloo_variables(host: str, *others: str) -> dict[str, str]:

@@ -75,15 +75,18 @@ def joined(spec: LaunchSpec) -> "Iterator[RosterServer | RosterClient]":
     host, port, lost_s = spec.rendezvous.host, spec.rendezvous.port, spec.launch.lost_timeout_s
     mine = greeting(spec)
     del mine["config"]["shardkit.checkpoint.resume"]  # a machine that comes later is often started with auto
+    roster: RosterServer | RosterClient
+    store = hosted_here(spec)
+    is_first = store is not None
+    if store is None:
+        who = f"machine {spec.machine_rank}" if spec.has_number else "this machine"
+        advice = "start the same command there with --machine-rank 0, check --main, and let the port through"
+        store = stores.reached(host, port, spec.launch.meet_timeout_s, say, who, "machine 0", advice)
+        host = addresses.reached_by(host, store.host)
     with connectivity.open_to_others(host) as endpoint:
-        store = hosted_here(spec)
-        roster: RosterServer | RosterClient
-        if store is not None:
+        if is_first:
             roster = RosterServer(store, mine, spec.num_machines, lost_s, say)
         else:
-            who = f"machine {spec.machine_rank}" if spec.has_number else "this machine"
-            advice = "start the same command there with --machine-rank 0, check --main, and let the port through"
-            store = stores.reached(host, port, spec.launch.meet_timeout_s, say, who, "machine 0", advice)
             roster = RosterClient(
                 store, {**mine, "endpoint": endpoint}, spec.machine_rank if spec.has_number else None, lost_s
             )
@@ -200,11 +203,7 @@ class Leader:
 
     def _without(self, gone: list[Member], how: str, error: ShardkitError) -> None:
         """Prepare a generation without these machines."""
-        self._roster.drop(
-            [member.arrival for member in gone],
-            "launch: this machine was left out and its ranks were ended: machine 0 had no sign of life from it for "
-            f"{self._spec.launch.lost_timeout_s:g} s; start it again to join.",
-        )
+        self._roster.drop([member.arrival for member in gone])
         self._change(f"{' and '.join(map(str, gone))}: {how}", error)
 
     def _change(self, why: str, error: ShardkitError) -> None:
@@ -369,7 +368,7 @@ def generation_meeting(
         yield Meeting(
             place,
             len(members),
-            own.rendezvous.host,
+            addresses.reached_by(own.rendezvous.host, roster.store.host) if place else own.rendezvous.host,
             (roster.store.host, 0),
             line,
             [member.host for member in members],

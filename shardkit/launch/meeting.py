@@ -140,7 +140,8 @@ def opened(spec: LaunchSpec, greeting: dict[str, Any], say: Say) -> Iterator[Mee
         advice = "start the same command there with --machine-rank 0, check --main, and let the port through"
         store = stores.reached(host, port, spec.launch.meet_timeout_s, say, who, "machine 0", advice)
     line = StoreClient(store, spec.machine_rank, spec.num_machines)
-    meeting = Meeting(spec.machine_rank, spec.num_machines, host, (store.host, 0), line)
+    address = addresses.reached_by(host, store.host) if spec.machine_rank else host
+    meeting = Meeting(spec.machine_rank, spec.num_machines, address, (store.host, 0), line)
     try:
         assemble(meeting, greeting, say, spec.launch.meet_timeout_s)
         yield meeting

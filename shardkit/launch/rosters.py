@@ -43,8 +43,14 @@ class PollingThread:
         self._thread = threading.Thread(target=self._run, name="shardkit-roster", daemon=True)
         self.error: Exception | None = None
         self.count = 0
-        self.last_s = time.monotonic()
+        self._turn_s: float | None = None
+        """Since when the function runs; None while the thread rests."""
         self._thread.start()
+
+    def busy_s(self) -> float:
+        """How long the function has run; 0 while the thread rests, as when this process was suspended."""
+        since_s = self._turn_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
 
     def close(self) -> None:
         self._closing.set()
@@ -53,8 +59,9 @@ class PollingThread:
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
+                self._turn_s = time.monotonic()
                 self._function()
-                self.last_s = time.monotonic()
+                self._turn_s = None
                 self.count += 1
                 self._closing.wait(POLL_S)
             self._at_end()
@@ -117,12 +124,10 @@ class RosterServer:
         with self._lock:
             return bool(arrival) and time.monotonic() - self._arrivals[arrival].beat_s > SILENT_S
 
-    def drop(self, arrivals: Collection[int], why: str) -> None:
+    def drop(self, arrivals: Collection[int]) -> None:
         """Remove machines; those still alive read the reason. Returns when their numbers are free."""
         for arrival in arrivals:
-            with self._lock:
-                self._arrivals[arrival].is_gone = True
-            self._keys.set(f"out/{arrival}", sealed(why))
+            self._leave_out(arrival)
         seen = self._thread.count
         while self._thread.count < seen + 2 and self._thread.error is None:
             time.sleep(POLL_S / 2)
@@ -192,11 +197,22 @@ class RosterServer:
             if beat != known.beat:
                 known.beat, known.beat_s, known.beats = beat, now, known.beats + 1
         has_left = self._keys.check([f"left/{arrival}"])
-        if has_left or now - known.beat_s > self._lost_s:
+        if has_left:
             with self._lock:
                 known.is_gone = True
+        elif now - known.beat_s > self._lost_s:
+            self._leave_out(arrival)
         elif known.number is None:
             self._admit(arrival, known)
+
+    def _leave_out(self, arrival: int) -> None:
+        with self._lock:
+            self._arrivals[arrival].is_gone = True
+        text = (
+            "launch: this machine was left out, and any ranks here were ended: machine 0 had no sign of life from it "
+            f"for {self._lost_s:g} s; start it again to join."
+        )
+        self._keys.set(f"out/{arrival}", sealed(text))
 
     def _admit(self, arrival: int, known: Arrival) -> None:
         """Give the machine the number it asked for, or a free one. If there is none it waits, or is refused."""
@@ -255,8 +271,7 @@ class RosterClient:
             raise self._refusal
         if isinstance(self._thread.error, MachineError):  # a message that is signed with another secret
             raise self._thread.error
-        silent_s = time.monotonic() - self._thread.last_s
-        if self._thread.error is not None or silent_s > self._lost_s:
+        if self._thread.error is not None or self._thread.busy_s() > self._lost_s:
             raise MachineError(
                 "launch: lost machine 0: no sign of life from the launcher there; the run ends, because its machines "
                 "meet there. Start it again on all machines with --resume auto."

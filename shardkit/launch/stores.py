@@ -14,7 +14,8 @@ from shardkit.launch import addresses
 ANNOUNCE_S = 5.0
 CONNECT_S = 2.0
 GREETING_S = 15.0
-"""How long a store may take to answer after the connection."""
+"""How long a store may take to answer after the connection, beside the lookups of names."""
+SLOW_LOOKUP_S = 2.0
 STORE_TIMEOUT = timedelta(seconds=300)
 
 Say = Callable[[str], None]
@@ -73,10 +74,13 @@ def reached(host: str, port: int, timeout_s: float, say: Say, who: str, whom: st
     announcement = Announcement(say)
     until = time.monotonic() + timeout_s
     while True:
-        address = addresses.resolve(host)
-        problem = addresses.answers(address, port, CONNECT_S) if address else "its name cannot be resolved"
-        if problem is None and address is not None:
-            return connected(address, port)
+        problems = []
+        for address in addresses.all_of(host):
+            found = addresses.answers(address, port, CONNECT_S)
+            if found is None:
+                return connected(address, port, say)
+            problems.append(found if address == host else f"{address}: {found}")
+        problem = "; ".join(problems) or "its name cannot be resolved"
         if time.monotonic() > until:
             raise MachineError(
                 f"launch: {who} did not reach {whom} at {joined(host, port)} within {timeout_s:g} s ({problem}); "
@@ -86,10 +90,18 @@ def reached(host: str, port: int, timeout_s: float, say: Say, who: str, whom: st
         time.sleep(0.5)
 
 
-def connected(address: str, port: int) -> TCPStore:
+def connected(address: str, port: int, say: Say) -> TCPStore:
     """A client of the store at an address. Raises MachineError if another program listens there."""
+    lookup_s = addresses.lookup_s(address)
+    if lookup_s > SLOW_LOOKUP_S:
+        say(
+            f"warning: this machine takes {lookup_s:.0f} s to look up the name of {address}, as torch does for each "
+            "connection, so the start will be slow; add it to /etc/hosts, or correct the DNS servers in "
+            "/etc/resolv.conf."
+        )
+    patience_s = GREETING_S + 2 * lookup_s
     found: list[TCPStore] = []
-    problems = [f"no answer in {GREETING_S:g} s"]
+    problems = [f"no answer in {patience_s:.0f} s"]
 
     def connect() -> None:
         try:
@@ -99,7 +111,7 @@ def connected(address: str, port: int) -> TCPStore:
 
     thread = threading.Thread(target=connect, daemon=True)  # torch waits forever for a server that does not answer
     thread.start()
-    thread.join(GREETING_S)
+    thread.join(patience_s)
     if not found:
         raise MachineError(
             f"launch: the program on {joined(address, port)} is not shardkit launch ({problems[0]}); check --main."

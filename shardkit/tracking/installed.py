@@ -3,9 +3,11 @@
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from shardkit import env
 from shardkit.tracking.tracker import Tracker, config_as_json, plain
 
 
@@ -112,12 +114,10 @@ class TensorBoard(_Begun):
             self.writer.add_images(name, value, global_step=step, **{"dataformats": "NHWC", **arguments})
 
     def _begin(self) -> Any:
-        from torch.utils.tensorboard import SummaryWriter
-
         assert self._folder is not None
         if not self._is_resumed():
             _set_aside(self._folder)
-        return SummaryWriter(str(self._folder), **{"purge_step": self._purge, **self._arguments})
+        return _summary_writer()(str(self._folder), **{"purge_step": self._purge, **self._arguments})
 
     def _store(self, values: dict[str, Any]) -> None:
         self._own.add_text("config", config_as_json(values).replace("\n", "  \n"))
@@ -209,9 +209,36 @@ class Trackio(_Run):
 
 
 class Mlflow(_Begun):
-    """An MLflow run in the experiment named by the project; a resumed run continues it."""
+    """An MLflow run in the experiment named by the project, or by MLFLOW_EXPERIMENT_NAME; a resumed run continues it.
+    Its arguments are those of mlflow.start_run, with Accelerate's: experiment_name, logging_dir, nested_run."""
 
     name = "mlflow"
+
+    @property
+    def active_run(self) -> Any:
+        """The run."""
+        return self.tracker
+
+    def log_figure(self, figure: Any, artifact_file: str, **arguments: Any) -> None:
+        """A figure of matplotlib or plotly as a file of the run."""
+        import mlflow
+
+        _ = self.tracker
+        mlflow.log_figure(figure, artifact_file, **arguments)
+
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """A file, copied into the run's files."""
+        import mlflow
+
+        _ = self.tracker
+        mlflow.log_artifact(local_path, artifact_path)
+
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        """A folder's files, copied into the run's files."""
+        import mlflow
+
+        _ = self.tracker
+        mlflow.log_artifacts(local_dir, artifact_path)
 
     def log(self, values: dict[str, Any], step: int | None = None, **arguments: Any) -> None:
         import mlflow
@@ -227,9 +254,17 @@ class Mlflow(_Begun):
     def _begin(self) -> Any:
         import mlflow
 
-        mlflow.set_experiment(self._project)
+        arguments = dict(self._arguments)
+        experiment = arguments.pop("experiment_name", self._project)
+        experiment = env.get("MLFLOW_EXPERIMENT_NAME") or experiment
+        place = arguments.pop("logging_dir", None)
+        if place is not None and mlflow.get_experiment_by_name(experiment) is None:
+            mlflow.create_experiment(experiment, artifact_location=str(place))
+        mlflow.set_experiment(experiment)
+        if "nested_run" in arguments:
+            arguments["nested"] = arguments.pop("nested_run")
         former = self._former()
-        run = mlflow.start_run(**{**({} if former is None else {"run_id": former}), **self._arguments})
+        run = mlflow.start_run(**{**({} if former is None else {"run_id": former}), **arguments})
         self._note(run.info.run_id)
         return run
 
@@ -247,6 +282,14 @@ class Mlflow(_Begun):
         import mlflow
 
         mlflow.end_run()
+
+
+def _summary_writer() -> Any:
+    """torch's SummaryWriter, which needs the package tensorboard, or that of tensorboardX."""
+    try:
+        return import_module("torch.utils.tensorboard").SummaryWriter
+    except ImportError:
+        return import_module("tensorboardX").SummaryWriter
 
 
 def _set_aside(folder: Path) -> None:

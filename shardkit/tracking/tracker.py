@@ -107,16 +107,20 @@ def plain(value: Any) -> float | int | str | bool | None:
 
 
 def config_as_json(values: Mapping[str, Any]) -> str:
-    """The configuration of a run as JSON; as text what JSON has no form for: objects, dicts whose keys are no text."""
-    return json.dumps({str(name): _in_json(value) for name, value in values.items()}, indent=1, default=str)
+    """The configuration of a run as JSON; as text what JSON has no form for: objects, dicts whose keys are no text, NaN
+    and infinity."""
+    return json.dumps({str(name): _in_json(value) for name, value in values.items()}, indent=1)
 
 
 def _in_json(value: Any) -> Any:
     try:
-        json.dumps(value, default=str)
+        return json.loads(json.dumps(value, default=_number_or_text), parse_constant=lambda text: str(float(text)))
     except (TypeError, ValueError, RecursionError):  # other keys; a value that contains itself
         return str(value)
-    return value
+
+
+def _number_or_text(value: Any) -> Any:
+    return str(value) if _problem("config", value) else plain(value)
 
 
 def _problem(name: Any, value: Any) -> str | None:

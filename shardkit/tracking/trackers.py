@@ -1,5 +1,6 @@
 """The trackers of a run: selection, start, and logging to all of them."""
 
+import errno
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -92,6 +93,8 @@ class Trackers:
                 "vars(args) or dataclasses.asdict(config)."
             )
         self._refuse(wanted, place, arguments or {})
+        if place is not None and self._is_main:
+            _make(place)
         self.active = [self._made(one, project, place, (arguments or {})) for one in wanted]
         self._by_name = {tracker.name: tracker for tracker in self.active}
         for tracker in self.active:
@@ -180,6 +183,19 @@ class Trackers:
         refuse_unknown("init_trackers: init_kwargs", arguments, names)
         if unused := [name for name in arguments if name not in names]:
             log.info("trackers: init_kwargs of %s are not used: log_with does not name them.", ", ".join(unused))
+
+
+def _make(folder: Path) -> None:
+    """Makes the folder at the start, so that one that cannot be written is not found after hours, at the first log."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise UsageError(
+            f"init_trackers: the folder {folder} cannot be written ({error.strerror}); give another one with "
+            "Accelerator(project_dir=...) or ProjectConfiguration(logging_dir=...)."
+        ) from None
 
 
 def refuse_unknown(where: str, arguments: Mapping[str, Any], names: set[str]) -> None:
