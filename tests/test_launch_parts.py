@@ -777,11 +777,13 @@ def test_the_words_for_a_failure():
     mixed = RankOutcome(0, exit_code=1, error=replace(error(0), message=message))
     text = diagnosis.render(diagnosis.diagnose([mixed]), 0.0, "runs/x")
     assert "accelerator.register_forward_method(model, name)" in text and "Averages of the weights (EMA)" in text
+    assert "raise fsdp_min_num_params" in text
     written = RankOutcome(0, exit_code=1, error=replace(error(0), message="data pointer on an invalid python storage."))
     text = diagnosis.render(diagnosis.diagnose([written]), 0.0, "runs/x")
     assert "state_dict = accelerator.get_state_dict(model)" in text
     for message, advice in (
         ("Encountered gradient which is undefined, but still allreduced by DDP reducer.", "call backward once"),
+        ("Expected to mark a variable ready only once. This error is caused by", "use_reentrant=False"),
         ("Trying to backward an extra time. You are only allowed", "shardkit.recompute: blocks"),
     ):
         twice = RankOutcome(0, exit_code=1, error=replace(error(0), message=message))

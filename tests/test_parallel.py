@@ -312,6 +312,34 @@ def test_an_odd_dtype_becomes_a_unit_or_is_refused():
         units_of(model, FsdpConfig())
 
 
+class Spectral(nn.Module):
+    """Complex weights of its own beside a linear layer, as in a Fourier neural operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, 4, dtype=torch.complex64))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + torch.fft.irfft(torch.fft.rfft(x) * self.weights.sum(1), 4)
+
+
+def spectral_step() -> float:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Spectral() for _ in range(2)])
+    sharded = parallel(copy.deepcopy(model), config_for(2, 1))
+    for one in (model, sharded):
+        one(torch.ones(2, 4)).square().sum().backward()
+    pairs = zip(model.parameters(), sharded.parameters(), strict=True)
+    return max((a.grad - whole(b.grad)).abs().max().item() for a, b in pairs)
+
+
+def test_where_the_parameters_of_a_block_itself_are_of_the_rarer_dtype_its_modules_become_units(ranks):
+    cut = units_of(nn.Sequential(*[Spectral() for _ in range(2)]), FsdpConfig())
+    assert [unit.fqn for unit in cut.units] == ["0.linear", "0", "1.linear", "1", ""]
+    assert max(ranks.run(2, spectral_step)) < 1e-5
+
+
 def test_ignored_modules_are_a_regular_expression():
     cut = units_of(models.Gpt(), FsdpConfig(ignored_modules=r"blocks\.0|norm"))
     assert set(cut.ignored) == {"blocks.0", "norm"}

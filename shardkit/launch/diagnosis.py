@@ -46,7 +46,9 @@ _BY_MESSAGE = (
     (
         "got mixed torch.Tensor and DTensor",
         "an operation mixed a sharded parameter and a plain tensor: call the model's forward, or register the method "
-        "that uses its parameters, with the module that has it: accelerator.register_forward_method(model, name); "
+        "that uses its parameters, with the module that has it: accelerator.register_forward_method(model, name). A "
+        "module that reads weights of one inside it, without a call of that, must not be divided into units: wrap by "
+        "class (fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP), or raise fsdp_min_num_params; "
         "p.full_tensor() returns a whole copy. Averages of the weights (EMA) are kept on every rank: made after "
         "prepare from model.parameters(), or as a copy of the model from before prepare that is prepared, too",
     ),
@@ -59,6 +61,11 @@ _BY_MESSAGE = (
         "Encountered gradient which is undefined, but still allreduced",
         "under DDP with ddp_find_unused_parameters, a backward expects gradients of all that its forward used: add up "
         "the losses of one forward, and call backward once",
+    ),
+    (
+        "Expected to mark a variable ready only once",
+        "DDP takes the gradient of a parameter from one backward only: recompute by "
+        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or use a sharded strategy",
     ),
     (
         "Trying to backward an extra time",

@@ -335,7 +335,8 @@ def _odd_dtypes(area: _Area, chosen: set[str]) -> set[str]:
             for parameter in parameters:
                 sizes[parameter.dtype] += parameter.numel
         if len(sizes) > 1:
-            common = sizes.most_common(1)[0][0]
+            of_itself = {parameter.dtype for parameter in area.trainable_here(unit)}  # which cannot leave the unit
+            common = of_itself.pop() if len(of_itself) == 1 else sizes.most_common(1)[0][0]
             odd = [node.fqn for node, own in inside if own and all(p.dtype != common for p in own)]
             found.update(area.first_name[fqn] for fqn in odd if fqn != unit.fqn)
     return found

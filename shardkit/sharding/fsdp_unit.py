@@ -272,6 +272,15 @@ class UnitGroup(FSDPParamGroup):
             self._note_used(used)
         with self._turns.of_fsdp(self.fsdp_params) if self._turns else nullcontext():
             super().post_backward()
+        self._end_backward_of_unit()
+
+    def _end_backward_of_unit(self) -> None:
+        """Lets a forward that comes later in this backward (of a reversible network, or a reentrant checkpoint of a
+        module that was called twice) be entered like any other: torch would gather the parameters for it, and never
+        reduce the gradients that its own backward leaves in them."""
+        is_over = all(group._training_state == TrainingState.POST_BACKWARD for group in groups_of(self._state))
+        if is_over and self._state._training_state == TrainingState.PRE_BACKWARD:
+            self._state._training_state = TrainingState.IDLE
 
     def _note_used(self, used: tuple[bool, ...]) -> None:
         """Raises ModelError if torch would add gradients of other parameters to those that it has not yet reduced

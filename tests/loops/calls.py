@@ -354,6 +354,65 @@ LOOPS["recomputing_by_a_backward_inside"] = Loop(_recomputing(True))
 LOOPS["recomputing_by_hooks"] = Loop(_recomputing(False))
 
 
+class RecomputedTwice(Recomputed):
+    """Its blocks run twice, as those of a looped Transformer."""
+
+    is_reentrant = True
+
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for part in [*self.parts, *self.parts]:
+            x = checkpoint(part, x, use_reentrant=True)
+        return self.norm(x)
+
+
+@loop(refused={3: "mark a variable ready only once"})
+def recomputing_a_module_that_ran_twice(run: Run) -> None:
+    torch.manual_seed(0)
+    train(run, *started(run, RecomputedTwice()))
+
+
+class Reversible(torch.autograd.Function):
+    """Blocks whose inputs are computed from their outputs in backward, as in a reversible network."""
+
+    @staticmethod
+    def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor, parts: nn.ModuleList) -> Any:
+        for part in parts:
+            left = left + part.down(right)
+            right = right + part.up(left)
+        ctx.parts = parts
+        ctx.save_for_backward(left, right)
+        return left, right
+
+    @staticmethod
+    def backward(ctx: Any, to_left: torch.Tensor, to_right: torch.Tensor) -> Any:
+        left, right = (tensor.detach() for tensor in ctx.saved_tensors)
+        for part in reversed(ctx.parts):
+            right, to_left = Reversible.undone(part.up, left, right, to_left, to_right)
+            left, to_right = Reversible.undone(part.down, right, left, to_right, to_left)
+        return to_left, to_right, None
+
+    @staticmethod
+    def undone(module: nn.Module, given: torch.Tensor, made: torch.Tensor, to_given: Any, to_made: Any) -> Any:
+        given = given.clone().requires_grad_()
+        with torch.enable_grad():
+            added = module(given)
+            added.backward(to_made)
+        return made - added.detach(), to_given + given.grad
+
+
+class ReversibleNet(Net):
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        return self.norm(Reversible.apply(x, torch.cat([x, x], -1), self.parts)[0])
+
+
+@loop()
+def a_reversible_network(run: Run) -> None:
+    torch.manual_seed(0)
+    train(run, *started(run, ReversibleNet()))
+
+
 class Table(nn.Module):
     """What is learned is an image, say, or a prompt: nothing is put in."""
 
