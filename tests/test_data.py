@@ -78,7 +78,7 @@ def test_the_last_batch_is_padded_by_less_than_one_sample_a_rank():
     loaders = [prepared(rank, 4, Numbers(26), batch_size=5) for rank in range(4)]
     seen = []
     for parts in zip(*loaders, strict=True):
-        seen.append((flat(parts), loaders[0].end_of_loader, loaders[0].remainder))
+        seen.append((flat(parts), loaders[0].end_of_dataloader, loaders[0].remainder))
     assert seen[0] == (list(range(20)), False, -1)
     assert seen[1] == ([20, 21, 22, 23, 24, 25, 0, 1], True, 6)
     assert [loader.epoch for loader in loaders] == [1] * 4
@@ -215,9 +215,9 @@ def test_a_stream_without_workers_needs_no_shared_memory(monkeypatch):
 
 def test_the_end_of_a_stream_is_known_in_time():
     loader = prepared(1, 4, Flow(26), batch_size=2)
-    seen = [(loader.end_of_loader, loader.remainder) for _ in loader]
+    seen = [(loader.end_of_dataloader, loader.remainder) for _ in loader]
     assert seen == [(False, -1), (False, -1), (False, -1), (True, 2)]
-    assert (loader.end_of_loader, loader.epoch) == (False, 1)
+    assert (loader.end_of_dataloader, loader.epoch) == (False, 1)
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_a_look_at_the_loader_inside_its_loop_changes_nothing(loader, epochs):
         given.append(batch.tolist())
         looked = next(iter(loader)).tolist()
         assert looked == epochs[number % 4][0] if number < 4 else looked not in given
-        assert loader.is_iterating and loader.end_of_loader == (number == 10)
+        assert loader.is_iterating and loader.end_of_dataloader == (number == 10)
         assert place(loader) == (0, 4 * number)
         loader.note_step()
         assert loader.state_dict()["samples_seen"] == 4 * number
@@ -90,7 +90,7 @@ def test_a_loop_inside_a_loop_over_the_same_loader_is_one_of_its_own(loader, epo
         outer.append(batch.tolist())
         if number in (3, 10):
             inner.append(lists(loader))
-            assert loader.end_of_loader == (number == 10)
+            assert loader.end_of_dataloader == (number == 10)
         assert place(loader) == (0, 4 * number)
         assert loader.state_dict()["samples_seen"] == 4 * number
     assert outer == epochs[0]

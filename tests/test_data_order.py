@@ -209,7 +209,7 @@ def test_issue_9_14_an_endless_sampler_is_drawn_from_as_batches_are_needed(kind)
         if number == 9:
             break
     assert sampler.asked <= 11 * (2 * 3 if kind is EndlessBatches else 8)
-    assert len(skip_first_batches(endless(0, 2, kind), 5).state_dict()) and not loader.end_of_loader
+    assert len(skip_first_batches(endless(0, 2, kind), 5).state_dict()) and not loader.end_of_dataloader
 
 
 def test_len_is_what_the_users_sampler_says():

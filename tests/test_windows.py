@@ -67,6 +67,27 @@ def test_a_micro_batch_that_raises_does_not_count(steps, failing, zeroes_first):
     assert accelerator.counters.step == len(kept) // steps
 
 
+@pytest.mark.parametrize("is_set", [True, False])
+def test_a_script_may_say_that_a_last_batch_ends_no_window(is_set):
+    """Micro-batches are a batch at several timesteps: without it, each of the last batch steps alone."""
+    accelerator = Accelerator(config=PLAIN, gradient_accumulation_steps=2)
+    model, optimizer = parts(accelerator)
+    data = batches(2)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=None))
+    for number, batch in enumerate(loader):
+        assert loader.end_of_dataloader == (number == 1)
+        if is_set:
+            loader.end_of_dataloader = False
+        for timestep in range(1, 5):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, timestep * batch))
+                optimizer.step()
+                optimizer.zero_grad()
+    one, two = ([timestep * batch for timestep in range(1, 5)] for batch in data)
+    expected = by_hand([one[:2], one[2:], *([two[:2], two[2:]] if is_set else [[each] for each in two])])
+    torch.testing.assert_close(model.weight.detach(), expected)
+
+
 @pytest.mark.parametrize("zero", ["model", "optimizer"])
 def test_gradients_of_a_batch_that_raised_after_its_backward_may_be_dropped(zero):
     accelerator = Accelerator(config=PLAIN)

@@ -139,7 +139,7 @@ class GradientState:
     def end_of_dataloader(self) -> bool:
         """Whether the current batch is the loader's last."""
         active = self.active_dataloader
-        return active is not None and active.end_of_loader
+        return active is not None and active.end_of_dataloader
 
     @property
     def remainder(self) -> int:

@@ -46,11 +46,9 @@ class PreparedLoader:
         self._rank, self._device, self._seed = rank, device, seed
         self._loop: Loop | None = None
         self._next = self._used = Position()
-        self._is_positioned = self._is_restored = False
-        self._skipped = 0
-        self._passes_finished_epoch = self._has_looked = self._is_surely_trained = False
-        self._may_be_over = False
-        """Whether the rest of the epoch is dropped unless the first iterator after a load reads it."""
+        self._is_positioned, self._is_restored, self._skipped = False, False, 0
+        self._passes_finished_epoch = self._has_looked = self._is_surely_trained = self._may_be_over = False
+        """`_may_be_over`: whether the rest of the epoch is dropped unless the first iterator after a load reads it."""
         self._reads_rest: ReferenceType[Batches] | None = None
         self._purpose: Purpose | None = None
         self._facts = partial(facts_of, source.dataset, source.split, source.sampler)
@@ -189,9 +187,14 @@ class PreparedLoader:
         return 0 if self._loop is None else self._loop.batch_samples
 
     @property
-    def end_of_loader(self) -> bool:
-        """Whether the current batch is the last of the epoch."""
-        return self._loop is not None and self._loop.is_last
+    def end_of_dataloader(self) -> bool:
+        """Whether the current batch is the last of the epoch, which ends a window; a script may set it for a batch."""
+        return self._loop is not None and self._loop.ends_window
+
+    @end_of_dataloader.setter
+    def end_of_dataloader(self, is_end: bool) -> None:
+        if self._loop is not None:
+            self._loop.ends_window = is_end
 
     @property
     def remainder(self) -> int:
@@ -388,8 +391,7 @@ class PreparedLoader:
         return self._loop_misfit(state) or misfit(state, self._facts(), saved_ranks)
 
     def _loop_misfit(self, state: Mapping[str, Any]) -> str | None:
-        is_there = self._loop is None or state == self.state_dict()
-        return None if is_there else inside_loop(state)
+        return None if self._loop is None or state == self.state_dict() else inside_loop(state)
 
 
 def active_loader(loaders: Iterable[PreparedLoader]) -> PreparedLoader | None:

@@ -87,6 +87,8 @@ class Loop:
     batches: int | None = None
     """As `Share.batches`, of the current global batch."""
     is_last: bool = False
+    ends_window: bool = False
+    """As `is_last`, unless the script says otherwise of the current batch."""
     is_padded: bool = False
     last_yield: int = 0
     began: int = field(default_factory=lambda: next(_yields))
@@ -138,7 +140,8 @@ class Loop:
         """Makes this the current batch."""
         before = self.position
         self.position = Position(before.epoch, before.samples + piece.samples, piece.state, before.order)
-        self.batch_samples, self.is_last, self.is_padded = piece.samples, piece.is_last, piece.is_padded
+        self.batch_samples, self.is_padded = piece.samples, piece.is_padded
+        self.is_last = self.ends_window = piece.is_last
         self.batches, self.first = piece.batches, piece.first or self.first
         self.is_unused, self.has_inner_ended = True, False
         self.last_yield = next(_yields)

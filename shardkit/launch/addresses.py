@@ -20,8 +20,8 @@ def resolve(host: str) -> str | None:
 
 
 def all_of(host: str) -> list[str]:
-    """The host's addresses: this machine's own first, then those with a route, loopback last; IPv4 before IPv6. None if
-    the name cannot be resolved."""
+    """The host's addresses: this machine's own first, then those with a route, loopback last; IPv4 before IPv6. None
+    of a name that cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # UnicodeError: a part between two dots is empty, or longer than 63 characters

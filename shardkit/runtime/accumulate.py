@@ -314,7 +314,7 @@ class Accumulation:
         self.counters.micro_step += 1
         self.micro_batches += 1
         loader = self._loader_of_micro_batch()
-        is_last = self.ends_with_data and loader is not None and loader.end_of_loader
+        is_last = self.ends_with_data and loader is not None and loader.end_of_dataloader
         self._loader_of_window = loader
         self._is_full = is_last or self.counters.micro_step >= self._planned_size
         self._full_size = self.counters.micro_step if self._is_full else 0

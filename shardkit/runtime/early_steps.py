@@ -37,7 +37,7 @@ class EarlySteps:
         global batch of an elastic run. At the end of a loader a window may be short."""
         backwards, steps = self._accumulation.backwards_outside_windows, self._accumulation.steps
         loader = active_loader(self._loaders)
-        if self._has_warned or not backwards or loader is None or loader.end_of_loader:
+        if self._has_warned or not backwards or loader is None or loader.end_of_dataloader:
             return
         what = f"(got an optimizer step after {backwards} of {steps} micro-batches, outside of accumulate())"
         if backwards < steps and self._keeps_batch:
