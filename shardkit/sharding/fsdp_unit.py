@@ -17,19 +17,20 @@ Only the files `fsdp_*` use private parts of FSDP2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardkit.distributed.tensors import outside_inference_mode
+from shardkit.distributed.tensors import local_part, outside_inference_mode
 from shardkit.errors import ModelError, UsageError
 from shardkit.sharding import fsdp_entry, fsdp_unused
 from shardkit.sharding.activation import gathering
@@ -129,7 +130,7 @@ class UnitGroup(FSDPParamGroup):
     _used: tuple[bool, ...] = ()  # for each parameter, whether the last backward reached it
     _reached: list[bool] | None = None  # as `fsdp_unused` says
     _on_gathered: Callable[[FSDPParam], None]
-    _as_gathered: Sequence[tuple[int, int]] = ()
+    _as_gathered: list[tuple[int, int]]
     _left: LeftOnModules | None = None
     _turns: Turns | None = None  # of the model, where its gradients are in host memory
 
@@ -181,10 +182,11 @@ class UnitGroup(FSDPParamGroup):
     def _refuse_writes(self) -> None:
         """Refuse other values in gathered parameters: they would be lost when these are freed, or be in no save. (What
         is written through `p.data` in place leaves no trace.)"""
-        for parameter, as_gathered in zip(self.fsdp_params, self._as_gathered, strict=True):
+        for number, parameter in enumerate(self.fsdp_params):
             info, gathered = parameter._module_info, parameter._unsharded_param
             is_there = info.module._parameters.get(info.param_name) is gathered
-            if not is_there or _writes_to(gathered) != as_gathered:
+            before, self._as_gathered[number] = self._as_gathered[number], _writes_to(gathered)
+            if not is_there or (self._as_gathered[number] != before and _differs_from_shard(parameter)):
                 raise UsageError(
                     f"forward: {parameter._param_fqn or info.param_name} was written during forward, and the new "
                     "values would be lost; write to parameters outside of forward, such as after the optimizer's step, "
@@ -324,6 +326,19 @@ def adopt(model: nn.Module, on_gathered: Callable[[FSDPParam], None]) -> Trace:
 def _writes_to(gathered: torch.Tensor) -> tuple[int, int]:
     """Changes when a tensor is written in place, or is given other values by `p.data = ...`."""
     return gathered._version, gathered.untyped_storage()._cdata
+
+
+def _differs_from_shard(parameter: FSDPParam) -> bool:
+    """Whether this rank's part of a gathered parameter has other values than its shard; the other ranks compare theirs.
+    torch's parametrizations write a tensor to itself when they are registered, as for PEFT's target_parameters."""
+    gathered, mesh = parameter._unsharded_param.detach(), parameter.mesh_info
+    if is_traceable_wrapper_subclass(gathered):  # not comparable
+        return True
+    assert isinstance(mesh, FSDPMeshInfo)
+    parts = gathered.chunk(mesh.shard_mesh_size, parameter.fsdp_placement.dim)
+    shard = local_part(parameter.sharded_param).detach()
+    own = parts[mesh.shard_mesh_rank] if mesh.shard_mesh_rank < len(parts) else gathered[:0]
+    return shard.numel() > 0 and not torch.equal(own, shard.to(own.device, own.dtype))
 
 
 class _Once:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from tests.loops.net import Net, Part, adam, cross_entropy, loss_of, started, train
@@ -411,6 +412,43 @@ class ReversibleNet(Net):
 def a_reversible_network(run: Run) -> None:
     torch.manual_seed(0)
     train(run, *started(run, ReversibleNet()))
+
+
+class Delta(nn.Module):
+    def __init__(self, added: torch.Tensor) -> None:
+        super().__init__()
+        self.added = added
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.added
+
+
+class AdaptedPart(Part):
+    """A weight that gets its adapter for one forward, as the target_parameters of PEFT's LoRA do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.up.weight.requires_grad_(False)
+        self.a, self.b = (nn.Parameter(torch.randn(size) / 4) for size in ((2, width), (2 * width, 2)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        register_parametrization(self.up, "weight", Delta(self.b @ self.a))
+        try:
+            return super().forward(x)
+        finally:
+            remove_parametrizations(self.up, "weight", leave_parametrized=False)
+
+
+class AdaptedNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(AdaptedPart(7) for _ in range(2))
+
+
+@loop(fsdp={"fsdp_transformer_layer_cls_to_wrap": "AdaptedPart"})
+def a_weight_with_an_adapter_for_one_forward(run: Run) -> None:
+    torch.manual_seed(0)
+    train(run, *started(run, AdaptedNet()))
 
 
 class Table(nn.Module):
