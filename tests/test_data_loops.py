@@ -889,7 +889,7 @@ def train_with_looks():
 
 def gathered_by_another(samples: int) -> tuple[list[int], list[int], list[str]]:
     """A module of the script has an Accelerator of its own, which gathers what the first one's loaders yield, also
-    inside a loop over a loader of its own; and it calls backward."""
+    inside a loop over a loader of its own; and it is asked for the window, and calls backward."""
     first, own = (Accelerator(config={"use_cpu": True, "shardkit": {"gradient_accumulation_steps": n}}) for n in (2, 1))
     loader, outer = first.prepare(DataLoader(Numbers(samples), batch_size=2)), own.prepare(DataLoader(Ones(8)))
     seen = torch.cat([own.gather_for_metrics(batch) for batch in loader])
@@ -897,6 +897,8 @@ def gathered_by_another(samples: int) -> tuple[list[int], list[int], list[str]]:
     model = first.prepare(nn.Linear(1, 1))
     with log_lines() as lines:
         for _ in range(2):
+            assert own.sync_gradients
+            assert len(lines) == first.is_main_process
             own.backward(model(torch.ones(2, 1)).mean())
     return seen.flatten().tolist(), nested.flatten().tolist(), lines
 
@@ -906,7 +908,7 @@ def test_an_accelerator_gathers_what_loaders_of_another_yield(ranks):
         for rank, (seen, nested, lines) in enumerate(ranks.run(2, gathered_by_another, samples)):
             assert seen == nested == list(range(samples))
             assert len(lines) == (rank == 0)
-    assert "backward: this Accelerator has prepared no model" in ranks.run(2, gathered_by_another, 7)[0][2][0]
+    assert "accumulation: this Accelerator has prepared no model" in ranks.run(2, gathered_by_another, 7)[0][2][0]
 
 
 class Ones(Numbers):

@@ -33,13 +33,15 @@ def accumulate_over(run: Run, steps: int) -> None:
 
 def _warn_of_other_accelerator(run: Run) -> None:
     """Tells once where the windows are those of another Accelerator, as in a script with one in each module."""
+    if run.models:
+        return
     owners = [other for other in foreign_steps.others(run.accumulation) if other.models]
     steps = [other.steps for other in owners if other.steps != run.accumulation.steps]
     if steps and run.process.is_main and not run.has_warned_of_other_accelerator:
         run.has_warned_of_other_accelerator = True
         log.warning(
-            "backward: this Accelerator has prepared no model, and divides the loss by its own number of micro-batches "
-            "(got %d; the one that has prepared a model has %d); call backward, clip_grad_norm_ and sync_gradients of "
+            "accumulation: this Accelerator has prepared no model, and its windows are its own (micro-batches a step: "
+            "got %d; the one that has prepared a model has %d); call backward, clip_grad_norm_ and sync_gradients of "
             "that one.",
             run.accumulation.steps,
             steps[0],
@@ -92,8 +94,7 @@ class TrainingStep(Topology):
     def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
         """Computes the gradients of the loss, divided by the number of micro-batches per step, and scaled under
         fp16."""
-        if not self._run.models:
-            _warn_of_other_accelerator(self._run)
+        _warn_of_other_accelerator(self._run)
         self._run.accumulation.backward(loss, **arguments)
 
     @eager
@@ -154,6 +155,7 @@ class TrainingStep(Topology):
     @property
     def sync_gradients(self) -> bool:
         """Whether this micro-batch is the last of its window, so that optimizers step."""
+        _warn_of_other_accelerator(self._run)
         return self._run.accumulation.sync_gradients
 
     @property
