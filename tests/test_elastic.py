@@ -171,7 +171,7 @@ def test_a_machine_that_stood_still_does_not_take_machine_0_for_lost():
     try:
         while thread.count < 2:
             time.sleep(0.01)
-        assert thread.busy_s() < 0.05, "while it rests, nobody is waited for"
+        assert min(thread.busy_s() for _ in range(100)) == 0, "while it rests, nobody is waited for"
     finally:
         thread.close()
     blocked = threading.Event()
