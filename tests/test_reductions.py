@@ -12,6 +12,12 @@ from tests import loops
 from tests.loops.net import Net, loss_of
 from tests.loops.run import RanksRun, Run, whole
 
+
+def eye_like(square: torch.Tensor) -> torch.Tensor:
+    """As PEFT's AdaLoRA makes it."""
+    return torch.eye(*square.shape, out=torch.empty_like(square))
+
+
 PENALTIES: dict[str, Any] = {
     "mse": F.mse_loss,
     "smooth l1": F.smooth_l1_loss,
@@ -26,6 +32,7 @@ PENALTIES: dict[str, Any] = {
     "differences of rows": lambda p, old: p.diff(dim=0).abs().mean(),
     "largest value": lambda p, old: (p - old).norm(float("inf")),
     "sorted": lambda p, old: (p.sort(0).values * old).mean(),
+    "distance of columns from orthogonal ones": lambda p, old: (p.T @ p - eye_like(p.T @ p)).norm(),
 }
 NUMBERS: dict[str, Any] = {
     "an answer": lambda p: (p > -9).any().float() + 1,
@@ -36,6 +43,8 @@ NUMBERS: dict[str, Any] = {
     "mean of norms": lambda p: p.norm(dim=0).mean(),
     "running sums of columns": lambda p: (p.cumsum(-2) * p).sum(),
     "closeness": lambda p: torch.tensor(float(torch.allclose(p, p + 1e-9)) + 2 * float(torch.allclose(p, p + 1))),
+    "values written into a new tensor like a product": lambda p: torch.empty_like(p.T @ p).fill_(2).sum(),
+    "values written into a new tensor of its size": lambda p: (p.T @ p).new_empty(7, 7).fill_(2).sum(),
     "norms in one tensor": lambda p: torch.cat([p.norm().view(1), p.norm().view(1)]).sum(),
 }
 if torch.__version__ >= "2.13":  # the oldest lacks these

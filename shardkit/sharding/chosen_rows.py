@@ -3,7 +3,8 @@
 Textual inversion, new tokens and frozen rows are written so. torch refuses to mix the two kinds of tensors, cannot tell
 how many elements a mask chooses, and has no in-place operator for rows of a sharded dim. Here the operator works on the
 whole tensor, of which each rank keeps its part. Plain tensors count as equal on all ranks, and what is read is a copy
-that all of them get. (Checked on torch 2.11 and 2.13.)
+that all of them get. A value that is pending is reduced first, as in the gradient of `(p.T @ p).norm()`. (Checked on
+torch 2.11 to 2.15.)
 """
 
 from functools import cache
@@ -14,7 +15,7 @@ import torch
 from shardkit.distributed.tensors import is_dtensor
 from shardkit.sharding import copied_parts
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
-from shardkit.sharding.settled import in_place_of_whole, is_pending, of_whole
+from shardkit.sharding.settled import in_place_of_whole, is_pending, of_whole, settle_in_place
 
 _aten = torch.ops.aten
 _MASKS = (_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor)
@@ -43,8 +44,10 @@ def _read(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Collective."""
     tensor = args[0]
+    if is_dtensor(tensor) and is_pending(tensor):
+        settle_in_place(tensor)
     is_by_parts = operator in _MASKS and all(map(is_dtensor, args[:2]))
-    if not is_dtensor(tensor) or is_pending(tensor) or is_by_parts:
+    if not is_dtensor(tensor) or is_by_parts:
         return as_torch_does(operator, args, kwargs)
     with copied_parts.written(tensor):
         return in_place_of_whole(operator, tensor, args[1:], kwargs)

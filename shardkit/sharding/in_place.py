@@ -4,7 +4,8 @@ single output, by a tensor that is whole: the gradient of a penalty (torch takes
 and between meshes over the same ranks: a library that shards a reference model itself, with `fully_shard(model)`, gets
 a mesh without our names, and then mixes the trained weights into it; and of a norm or another value that is pending:
 `p.grad.norm().clamp_(min=eps)` of adaptive clipping, `norm += eps`; and the identity of `nn.init.eye_`, which torch
-would write into each rank's part, of another size then. (Checked on torch 2.11 to 2.15.)
+would write into each rank's part, of another size then; and into `empty_like(p.T @ p)`, which torch takes for pending,
+so that what each rank writes is added up. (Checked on torch 2.11 to 2.15.)
 """
 
 from functools import cache
@@ -12,12 +13,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from shardkit.distributed.tensors import is_dtensor, local_part, own_part, whole
 from shardkit.errors import UsageError
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
-from shardkit.sharding.settled import is_pending, is_single, redistributed, settle
+from shardkit.sharding.settled import is_pending, is_single, redistributed, settle_in_place
 
 _aten = torch.ops.aten
 _OF_NUMBERS = (
@@ -33,6 +34,7 @@ def install() -> None:
     handle((_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor), _change)
     handle(_OF_NUMBERS, _settle)
     handle((_aten.eye.out, _aten.eye.m_out), _identity)
+    handle((_aten.empty_like.default, _aten.new_empty.default, _aten.new_empty_strided.default), _empty)
     handle((_aten.t_.default, _aten.transpose_.default), _refuse_transposition)
 
 
@@ -60,8 +62,7 @@ def _settle(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return as_torch_does(operator, args, kwargs)
     except RuntimeError:  # torch 2.11 has computed by then
         local_part(tensor).copy_(before)
-    known = settle(tensor.detach())
-    tensor._local_tensor, tensor._spec = known._local_tensor, known._spec
+    settle_in_place(tensor)
     return as_torch_does(operator, args, kwargs)
 
 
@@ -71,6 +72,17 @@ def _identity(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mine = local_part(target)
     mine.copy_(own_part(torch.eye(*args, dtype=mine.dtype, device=mine.device), target))
     return target
+
+
+def _empty(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Not collective. Of a tensor whose value is pending, one whose value is not: each rank writes whole values."""
+    found = as_torch_does(operator, args, kwargs)
+    if not is_dtensor(found) or not is_pending(found):
+        return found
+    placements = [Replicate() if placement.is_partial() else placement for placement in found.placements]
+    return DTensor.from_local(
+        local_part(found), found.device_mesh, placements, run_check=False, shape=found.shape, stride=found.stride()
+    )
 
 
 def _refuse_transposition(*_: Any) -> NoReturn:

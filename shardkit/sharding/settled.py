@@ -108,6 +108,12 @@ def settle(result: Any) -> Any:
     return result
 
 
+def settle_in_place(tensor: DTensor) -> None:
+    """Makes the tensor one whose value is not pending. Collective where it was."""
+    known = settle(tensor.detach())
+    tensor._local_tensor, tensor._spec = known._local_tensor, known._spec
+
+
 def is_pending(tensor: DTensor) -> bool:
     """Whether its value is the sum, or another reduction, of what ranks have."""
     return any(placement.is_partial() for placement in tensor.placements)
