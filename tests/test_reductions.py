@@ -32,6 +32,10 @@ PENALTIES: dict[str, Any] = {
     "differences of rows": lambda p, old: p.diff(dim=0).abs().mean(),
     "largest value": lambda p, old: (p - old).norm(float("inf")),
     "sorted": lambda p, old: (p.sort(0).values * old).mean(),
+    "norms of columns": lambda p, old: p.norm(dim=0).sum().square(),
+    "norms of columns, one part": lambda p, old: p.norm(dim=0).view(1, 7)[:, :3].sum().square(),
+    "a part of rows": lambda p, old: p.chunk(3)[0].norm(),
+    "a part of columns": lambda p, old: p.split(2, 1)[1].square().sum(),
     "distance of columns from orthogonal ones": lambda p, old: (p.T @ p - eye_like(p.T @ p)).norm(),
 }
 NUMBERS: dict[str, Any] = {
@@ -41,6 +45,8 @@ NUMBERS: dict[str, Any] = {
     "number as text": lambda p: torch.tensor(float(f"{p.norm():.6f}")),
     "quotient by a sum": lambda p: p[0, 0] / p.abs().sum(),
     "mean of norms": lambda p: p.norm(dim=0).mean(),
+    "sum of norms": lambda p: p.norm(dim=0).sum(),
+    "sum of norms, halved": lambda p: (p.norm(dim=0) / 2).sum(),
     "running sums of columns": lambda p: (p.cumsum(-2) * p).sum(),
     "closeness": lambda p: torch.tensor(float(torch.allclose(p, p + 1e-9)) + 2 * float(torch.allclose(p, p + 1))),
     "values written into a new tensor like a product": lambda p: torch.empty_like(p.T @ p).fill_(2).sum(),

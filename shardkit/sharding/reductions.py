@@ -4,8 +4,9 @@ torch's are those of whole tensors but for these: means of losses (of parts that
 their means, and divides the gradient by the elements of a part), sums of norms that are pending, sums over the dims [],
 which torch itself takes in gradients, any() and all() in further arithmetic, allclose(), quotients by sums that are
 pending, running sums and the places of largest values along a dim that is counted from the end, which torch does not
-take for the sharded one, and the largest and smallest values, or their places, of a tensor of which a rank has no part:
-that rank alone would raise. (Checked on torch 2.11, which alone is wrong in the quotients, 2.13 and 2.15.)
+take for the sharded one, the largest and smallest values, or their places, of a tensor of which a rank has no part:
+that rank alone would raise; and gradients of parts, as of `qkv.weight.chunk(3)[0].norm()`, which it joins with plain
+zeros. (Checked on torch 2.11, which alone is wrong in the quotients, 2.13 and 2.15.)
 """
 
 import math
@@ -13,8 +14,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from shardkit.distributed.tensors import is_dtensor
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
 from shardkit.sharding.settled import has_empty_part, replicated, settle
 
@@ -47,6 +49,7 @@ def install() -> None:
     handle((gradient.default for gradient in _GRADIENTS), _gradient_of_mean)
     handle(_SUMS, _sum)
     handle(_QUOTIENTS, _quotient)
+    handle((_aten.cat.default, _aten.stack.default), _join)
     handle(_ANSWERS, _answer)
     handle([_aten.allclose.default], _are_close)
     handle(_RUNNING, _running)
@@ -71,7 +74,7 @@ def _gradient_of_mean(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
 def _sum(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, *others = args
     if any(one.is_partial() and not _adds_up(one) for one in tensor.placements):
-        tensor = settle(tensor)
+        tensor = settle(tensor.detach())
     if others and others[0] == []:
         others[0] = list(range(tensor.dim()))
     return as_torch_does(operator, (tensor, *others), kwargs)
@@ -79,7 +82,18 @@ def _sum(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _quotient(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dividend, divisor = args
-    return as_torch_does(operator, (dividend, settle(divisor)), kwargs)
+    return as_torch_does(operator, (dividend, settle(divisor.detach()) if is_dtensor(divisor) else divisor), kwargs)
+
+
+def _join(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Plain tensors count as equal on all ranks: in gradients they are zeros, of parts of a split that nothing used."""
+    tensors, *others = args
+    mesh = next(one.device_mesh for one in tensors if is_dtensor(one))
+    everywhere = [Replicate()] * mesh.ndim
+    tensors = [
+        one if is_dtensor(one) else DTensor.from_local(one, mesh, everywhere, run_check=False) for one in tensors
+    ]
+    return as_torch_does(operator, (tensors, *others), kwargs)
 
 
 def _answer(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
