@@ -114,7 +114,7 @@ def test_of_several_addresses_of_a_name_the_one_that_answers_is_used(monkeypatch
 
 def test_a_slow_lookup_of_names_is_told_and_waited_for(monkeypatch, capsys):
     store = stores.hosted("127.0.0.1", 0)
-    monkeypatch.setattr(stores, "SLOW_LOOKUP_S", 0.1)
+    monkeypatch.setattr(addresses, "SLOW_LOOKUP_S", 0.1)
     monkeypatch.setattr(socket, "getnameinfo", lambda *_: time.sleep(0.5))
     monkeypatch.setattr(stores, "GREETING_S", 0)  # so that only the lookups' time is left
     assert stores.reached("127.0.0.1", store.port, 5, print, "machine 1", "machine 0", "").port == store.port

@@ -29,8 +29,6 @@ SLOW_DISK = 50e6
 """Bytes a second: a spinning disk writes twice this."""
 FREE_BYTES = 2**30
 """Free space below which a warning is due: less than a small model's checkpoint."""
-SLOW_LOOKUP_S = 2.0
-"""As long as no DNS server needs that answers."""
 HOT = 87
 """Degrees at which NVIDIA's data centre GPUs begin to slow down."""
 BUSY_SHARE = 0.1
@@ -157,7 +155,7 @@ def address(config: Config) -> list[Finding]:
         change = "take the line with this name and 127.* out of /etc/hosts, or give the address itself"
         level = Level.ERROR if config.machine_rank else Level.WARNING  # machine 0 then listens on all its interfaces
         return [Finding("address", f"{host} is {resolved} here, which no other reaches", level, change)]
-    if (lookup_s := addresses.lookup_s(resolved)) > SLOW_LOOKUP_S:
+    if (lookup_s := addresses.lookup_s(resolved)) > addresses.SLOW_LOOKUP_S:
         change = "torch looks up the name for each connection: add it to /etc/hosts, or correct /etc/resolv.conf"
         return [Finding("address", f"{text}, whose name takes {lookup_s:.0f} s to look up", Level.WARNING, change)]
     return [Finding("address", text)]

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
+SLOW_LOOKUP_S = 2.0
+"""As long as no DNS server needs that answers."""
 EVERYWHERE = "0.0.0.0"
 LOOPBACK_INTERFACE = "lo" if sys.platform.startswith("linux") else "lo0"
 SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -20,8 +22,8 @@ def resolve(host: str) -> str | None:
 
 
 def all_of(host: str) -> list[str]:
-    """The host's addresses: this machine's own first, then those with a route, loopback last; IPv4 before IPv6. None
-    of a name that cannot be resolved."""
+    """The host's addresses: this machine's own first, then those with a route, loopback last; IPv4 before IPv6. Empty
+    for a name that cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # UnicodeError: a part between two dots is empty, or longer than 63 characters

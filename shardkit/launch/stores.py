@@ -15,7 +15,6 @@ ANNOUNCE_S = 5.0
 CONNECT_S = 2.0
 GREETING_S = 15.0
 """How long a store may take to answer after the connection, beside the lookups of names."""
-SLOW_LOOKUP_S = 2.0
 STORE_TIMEOUT = timedelta(seconds=300)
 
 Say = Callable[[str], None]
@@ -93,7 +92,7 @@ def reached(host: str, port: int, timeout_s: float, say: Say, who: str, whom: st
 def connected(address: str, port: int, say: Say) -> TCPStore:
     """A client of the store at an address. Raises MachineError if another program listens there."""
     lookup_s = addresses.lookup_s(address)
-    if lookup_s > SLOW_LOOKUP_S:
+    if lookup_s > addresses.SLOW_LOOKUP_S:
         say(
             f"warning: this machine takes {lookup_s:.0f} s to look up the name of {address}, as torch does for each "
             "connection, so the start will be slow; add it to /etc/hosts, or correct the DNS servers in "

@@ -20,17 +20,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.distributed.tensor import DTensor
 
-from shardkit.distributed.tensors import local_part, outside_inference_mode
+from shardkit.distributed.tensors import is_composed, local_part, outside_inference_mode, own_part
 from shardkit.errors import ModelError, UsageError
 from shardkit.sharding import fsdp_entry, fsdp_unused
 from shardkit.sharding.activation import gathering
@@ -331,14 +331,10 @@ def _writes_to(gathered: torch.Tensor) -> tuple[int, int]:
 def _differs_from_shard(parameter: FSDPParam) -> bool:
     """Whether this rank's part of a gathered parameter has other values than its shard; the other ranks compare theirs.
     torch's parametrizations write a tensor to itself when they are registered, as for PEFT's target_parameters."""
-    gathered, mesh = parameter._unsharded_param.detach(), parameter.mesh_info
-    if is_traceable_wrapper_subclass(gathered):  # not comparable
+    gathered, sharded = parameter._unsharded_param.detach(), cast(DTensor, parameter.sharded_param)
+    if is_composed(gathered):  # not comparable
         return True
-    assert isinstance(mesh, FSDPMeshInfo)
-    parts = gathered.chunk(mesh.shard_mesh_size, parameter.fsdp_placement.dim)
-    shard = local_part(parameter.sharded_param).detach()
-    own = parts[mesh.shard_mesh_rank] if mesh.shard_mesh_rank < len(parts) else gathered[:0]
-    return shard.numel() > 0 and not torch.equal(own, shard.to(own.device, own.dtype))
+    return not torch.equal(own_part(gathered, sharded), local_part(sharded).to(gathered.device, gathered.dtype))
 
 
 class _Once:

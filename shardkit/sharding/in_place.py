@@ -8,17 +8,18 @@ would write into each rank's part, of another size then; and into `empty_like(p.
 so that what each rank writes is added up. (Checked on torch 2.11 to 2.15.)
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement
 
 from shardkit.distributed.tensors import is_dtensor, local_part, own_part, whole
 from shardkit.errors import UsageError
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
-from shardkit.sharding.settled import is_pending, is_single, redistributed, settle_in_place
+from shardkit.sharding.settled import is_pending, is_single, redistributed, settle_in_place, settled_placements
 
 _aten = torch.ops.aten
 _OF_NUMBERS = (
@@ -44,7 +45,7 @@ def _change(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if not is_dtensor(tensor) and not value.dim():
         return operator(tensor, whole(value), **kwargs)  # a plain tensor counts as equal on all ranks
     if is_dtensor(tensor) and is_dtensor(value) and _are_over_the_same_ranks(tensor.device_mesh, value.device_mesh):
-        value = _on(tensor.device_mesh, value)
+        value = _on(tensor.device_mesh, value.placements, value)
         args = (tensor, value)
     if is_dtensor(tensor) and is_dtensor(value) and value.shape == tensor.shape and is_single(tensor):
         operator(local_part(tensor), local_part(redistributed(value, tensor.placements)), **kwargs)
@@ -79,10 +80,7 @@ def _empty(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = as_torch_does(operator, args, kwargs)
     if not is_dtensor(found) or not is_pending(found):
         return found
-    placements = [Replicate() if placement.is_partial() else placement for placement in found.placements]
-    return DTensor.from_local(
-        local_part(found), found.device_mesh, placements, run_check=False, shape=found.shape, stride=found.stride()
-    )
+    return _on(found.device_mesh, settled_placements(found), found)
 
 
 def _refuse_transposition(*_: Any) -> NoReturn:
@@ -97,6 +95,6 @@ def _are_over_the_same_ranks(mesh: DeviceMesh, other: DeviceMesh) -> bool:
     return mesh != other and mesh.device_type == other.device_type and torch.equal(mesh.mesh, other.mesh)
 
 
-def _on(mesh: DeviceMesh, value: DTensor) -> DTensor:
-    placements, part = value.placements, value.to_local()
+def _on(mesh: DeviceMesh, placements: Sequence[Placement], value: DTensor) -> DTensor:
+    part = value.to_local()
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())

@@ -41,7 +41,7 @@ def install() -> None:
 
 def _drawn_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw the whole tensor, and keep this rank's part. Not collective: ranks must have equal generator states."""
-    like = args[0] if operator in _IN_PLACE else settle(args[0].detach())
+    like = args[0] if operator in _IN_PLACE else settle(args[0])
     if like.device.type != "cpu":
         return as_torch_does(operator, args, kwargs)
     drawn = operator(torch.empty(like.shape, dtype=like.dtype, device="cpu"), *args[1:], **kwargs)
@@ -54,7 +54,7 @@ def _drawn_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _drawn_by_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw by the whole values, and keep this rank's part. Collective; ranks must have equal generator states."""
-    like = settle(next(value for value in args if isinstance(value, DTensor)).detach())
+    like = settle(next(value for value in args if isinstance(value, DTensor)))
     if like.device.type != "cpu":
         return as_torch_does(operator, args, kwargs)
     drawn = operator(*(whole(value) if isinstance(value, DTensor) else value for value in args), **kwargs)

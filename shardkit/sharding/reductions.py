@@ -74,7 +74,7 @@ def _gradient_of_mean(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
 def _sum(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, *others = args
     if any(one.is_partial() and not _adds_up(one) for one in tensor.placements):
-        tensor = settle(tensor.detach())
+        tensor = settle(tensor)
     if others and others[0] == []:
         others[0] = list(range(tensor.dim()))
     return as_torch_does(operator, (tensor, *others), kwargs)
@@ -82,7 +82,7 @@ def _sum(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _quotient(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dividend, divisor = args
-    return as_torch_does(operator, (dividend, settle(divisor.detach()) if is_dtensor(divisor) else divisor), kwargs)
+    return as_torch_does(operator, (dividend, settle(divisor)), kwargs)
 
 
 def _join(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

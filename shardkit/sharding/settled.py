@@ -83,9 +83,9 @@ def _operate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if is_single(first):
             return in_place_of_whole(function, first, args[1:], kwargs)
     elif name in _RESHAPES and is_dtensor(first) and (isinstance(first, CopiedPart) or is_uneven(first)):
-        return as_copy(settle(function(replicated(first), *args[1:], **kwargs)))
+        return as_copy(_settle_results(function(replicated(first), *args[1:], **kwargs)))
     try:
-        return settle(function(*args, **kwargs))
+        return _settle_results(function(*args, **kwargs))
     except (NotImplementedError, RuntimeError) as error:
         if not any(words in str(error) for words in _LACKING):
             raise
@@ -98,20 +98,31 @@ def _is_in_place(name: str) -> bool:
     return (name.endswith("_") and not name.startswith("__")) or name in _ASSIGNING
 
 
-def settle(result: Any) -> Any:
-    """The result, of which no value is pending. Collective where one was."""
-    if is_dtensor(result) and not result.requires_grad:
-        placements = [Replicate() if placement.is_partial() else placement for placement in result.placements]
-        return result if list(result.placements) == placements else redistributed(result, placements)
-    if type(result) in (list, tuple):
-        return type(result)(map(settle, result))
-    return result
+def settle(value: Any) -> Any:
+    """The value, not pending, and without its graph if it was: for operators, which are below autograd. Collective
+    where it was."""
+    if not is_dtensor(value) or not is_pending(value):
+        return value
+    detached: Any = value.detach()
+    return redistributed(detached, settled_placements(value))
 
 
 def settle_in_place(tensor: DTensor) -> None:
     """Makes the tensor one whose value is not pending. Collective where it was."""
-    known = settle(tensor.detach())
+    known = settle(tensor)
     tensor._local_tensor, tensor._spec = known._local_tensor, known._spec
+
+
+def settled_placements(tensor: DTensor) -> list[Placement]:
+    """Its placements once its value is not pending."""
+    return [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+
+
+def _settle_results(result: Any) -> Any:
+    """The result of a function, of which no value is pending but those that have a graph. Collective where one was."""
+    if type(result) in (list, tuple):
+        return type(result)(map(_settle_results, result))
+    return result if is_dtensor(result) and result.requires_grad else settle(result)
 
 
 def is_pending(tensor: DTensor) -> bool:
