@@ -1,7 +1,9 @@
 """What a loaded optimizer makes of its settings and hooks, as torch's load_state_dict does."""
 
+import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 from shardkit.checkpoint import state
 from tests import checkpoints
@@ -64,6 +66,62 @@ def test_groups_that_share_a_learning_rate_do_not_mix_saved_ones(tmp_path):
     live = stepped(groups_with(one_rate), steps=0)
     checkpoints.load(live, tmp_path / "saved")
     assert [group["lr"].item() for group in live.optimizers[0].param_groups] == [0.5, 0.25]
+
+
+SCHEDULES = {
+    "lambda": lambda one: lr_scheduler.LambdaLR(one, lambda step: 1 / (1 + step)),
+    "restarts": lambda one: lr_scheduler.CosineAnnealingWarmRestarts(one, 3),
+    "cyclic": lambda one: lr_scheduler.CyclicLR(one, rates_of(one), [2 * rate for rate in rates_of(one)], 3),
+    "plateau": lambda one: lr_scheduler.ReduceLROnPlateau(one, patience=0, min_lr=[r / 3 for r in rates_of(one)]),
+    "chain": lambda one: lr_scheduler.SequentialLR(
+        one, [lr_scheduler.LinearLR(one), lr_scheduler.LambdaLR(one, lambda step: 1 / (1 + step))], [1]
+    ),
+}
+
+
+def rates_of(optimizer):
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def scheduled(kind, order, rates):
+    """A Live of a model and an optimizer with a schedule; its groups, one for each parameter, stand in this order."""
+    groups = [{"params": "weight", "lr": rates[0]}, {"params": "bias", "lr": rates[1]}]
+    live = stepped(
+        lambda m: torch.optim.SGD([{**groups[n], "params": [getattr(m, groups[n]["params"])]} for n in order]), 0
+    )
+    live.objects["scheduler.0"] = SCHEDULES[kind](live.optimizers[0])
+    return live
+
+
+def rates_after(live, steps):
+    """The rate of each group after each step, by the size of its parameter."""
+    found = []
+    for _ in range(steps):
+        step(live)
+        schedule = live.objects["scheduler.0"]
+        schedule.step(*[1.0] * isinstance(schedule, lr_scheduler.ReduceLROnPlateau))
+        found.append({group["params"][0].dim(): group["lr"] for group in live.optimizers[0].param_groups})
+    return found
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_what_a_schedule_keeps_for_each_group_follows_the_group(tmp_path, kind):
+    """Its settings are found by its parameters, so the base rate of a schedule must not be that of another group."""
+    saved = scheduled(kind, (0, 1), (0.5, 0.1))
+    rates_after(saved, 2)
+    checkpoints.save(saved, tmp_path / "saved")
+    live = scheduled(kind, (1, 0), (0.5, 0.1))
+    checkpoints.load(live, tmp_path / "saved")
+    assert rates_after(live, 3) == rates_after(saved, 3)
+
+
+def test_a_group_that_was_not_saved_begins_with_its_own_rate(tmp_path):
+    saved = scheduled("lambda", (1,), (0.5, 0.1))
+    rates_after(saved, 2)
+    checkpoints.save(saved, tmp_path / "saved")
+    live = scheduled("lambda", (0, 1), (0.5, 0.1))
+    checkpoints.load(live, tmp_path / "saved", strict=False)
+    assert rates_after(live, 1) == [{2: pytest.approx(0.5 / 4), 1: pytest.approx(0.1 / 4)}]
 
 
 def test_hooks_of_an_optimizers_state_are_called(tmp_path):

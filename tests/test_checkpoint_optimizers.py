@@ -227,6 +227,24 @@ def test_parameters_may_stand_in_another_order(tmp_path):
     slow_weights_in_another_order(tmp_path / "c")
 
 
+@pytest.mark.parametrize("kind", ["plain", "lookahead", "wrapping", "stepping", "relinking"])
+def test_groups_may_stand_in_another_order(tmp_path, kind):
+    """Those of an optimizer inside another one, too."""
+    make = KINDS.get(kind, lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9))
+
+    def built(seed, order):
+        model = model_of("plain", seed)
+        groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.01}]
+        return model, make([groups[number] for number in order])
+
+    model, optimizer = built(0, (0, 1))
+    steps_of(model, optimizer, 3)
+    checkpoints.save(state.Live([model], [optimizer]), tmp_path / "c")
+    loaded, other = built(4, (1, 0))
+    checkpoints.load(state.Live([loaded], [other]), tmp_path / "c")
+    assert_close([steps_of(loaded, other, 2, 3)], steps_of(model, optimizer, 2, 3))
+
+
 def slow_weights_stay_sharded(folder):
     save_after("lookahead", "fsdp", 3, folder)
     model = model_of("fsdp", seed=9)

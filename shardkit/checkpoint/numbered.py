@@ -58,8 +58,28 @@ def with_numbers(value: Any, members: list[list[str]]) -> Any:
 
 
 def _in_present_order(value: Sequence[Any], members: list[list[str]]) -> Sequence[Any]:
-    """A saved group's parameters in the current order, since torch matches them with the optimizer's by position."""
-    saved = {item.fqn for item in value if isinstance(item, ParameterName)}
-    if not saved or len(saved) < len(value):
-        return value
-    return next(([ParameterName(fqn) for fqn in those] for those in members if {*those} == saved), value)
+    """Saved groups, or the parameters of one, in the current order, since torch matches them with the optimizer's by
+    position."""
+    if value and all(isinstance(item, Mapping) and _names(item.get("params")) for item in value):
+        place = {frozenset(those): number for number, those in enumerate(members)}
+        saved = [_names(group["params"]) for group in value]
+        return sorted(value, key=lambda group: place[_names(group["params"])]) if {*saved} == {*place} else value
+    names = _names(value)
+    return next(([ParameterName(fqn) for fqn in those] for those in members if names and {*those} == names), value)
+
+
+def _names(value: Any) -> frozenset[str]:
+    """The names in a list of parameters; none if it has anything else."""
+    names = [item.fqn for item in value if isinstance(item, ParameterName)] if isinstance(value, list) else []
+    return frozenset(names) if names and len(names) == len(value) else frozenset()
+
+
+def sources(members: list[list[str]], saved: list[dict[str, Any]]) -> list[int | None]:
+    """For each group, by its parameters, the number of the saved group that they were in; None if there is none. Of a
+    group without parameters its own number, if the group of this number was saved without them, too."""
+    owner = {fqn: number for number, group in enumerate(saved) for fqn in group["params"]}
+    found = [next((owner[fqn] for fqn in those if fqn in owner), None) for those in members]
+    if len(saved) == len(members):
+        pairs = zip(found, members, saved, strict=True)
+        found = [i if not (those or was["params"]) else one for i, (one, those, was) in enumerate(pairs)]
+    return found

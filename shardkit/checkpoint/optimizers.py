@@ -20,7 +20,7 @@ from shardkit import values
 from shardkit.checkpoint import tensors
 from shardkit.checkpoint.fill import Saved, entry_of_parameter
 from shardkit.checkpoint.layout import TensorEntry
-from shardkit.checkpoint.numbered import numbers_of, with_names, with_numbers
+from shardkit.checkpoint.numbered import numbers_of, sources, with_names, with_numbers
 from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
@@ -293,17 +293,12 @@ class _Loading:
         return {"state": rows, "param_groups": groups}
 
     def _saved_settings(self) -> list[dict[str, Any]]:
-        """The saved settings of each live group, found by its parameters; of one without parameters, by its number if
-        the group of this number was saved without them, too. Empty if there are none."""
+        """The saved settings of each live group. Empty if there are none."""
         saved = self.state["groups"]
-        owner = {fqn: group for group in saved for fqn in group["params"]}
         found = []
         loaded: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for number, (those, group) in enumerate(zip(self.members, self.optimizer.param_groups, strict=True)):
-            source = next((owner[fqn] for fqn in those if fqn in owner), None)
-            if not those and len(saved) == len(self.members) and not saved[number]["params"]:
-                source = saved[number]
-            settings = {} if source is None else _settings(source["settings"])
+        for source, group in zip(sources(self.members, saved), self.optimizer.param_groups, strict=True):
+            settings = {} if source is None else _settings(saved[source]["settings"])
             found.append(values.decode(settings, partial(self._setting, group, loaded)))
         return found
 

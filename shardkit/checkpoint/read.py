@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from shardkit import values
-from shardkit.checkpoint import faults, folder, optimizers, state, state_json, ties
+from shardkit.checkpoint import faults, folder, optimizer_groups, optimizers, state, state_json, ties
 from shardkit.checkpoint.differences import KEEP, Difference
 from shardkit.checkpoint.fill import Saved
 from shardkit.checkpoint.folder import SkippedFolder
@@ -220,9 +220,14 @@ def _share(record: Manifest, control: ControlGroup) -> list[tuple[str, int]]:
 def _object_states(live: Live, plan: Plan, saved: Saved) -> Iterator[tuple[str, Stateful, Any]]:
     """(name, object, state to load) for schedulers, registered objects and loaders; reads the tensors in the states."""
     weights = Weights.of(live.models, saved.index)
+    names = state.parameter_names(live.models, saved.index)
     for name, item in live.objects.items():
         if name in plan.common["objects"] and name not in plan.unlike:
-            yield name, item, _decoded(item.state_dict, name, plan.common["objects"][name], saved, weights)
+            found = _decoded(item.state_dict, name, plan.common["objects"][name], saved, weights)
+            if name.startswith("scheduler."):
+                schedule = getattr(item, "scheduler", item)
+                found = optimizer_groups.schedule_state(schedule, found, live.optimizers, names, plan.common)
+            yield name, item, found
     saved_positions = positions(plan)
     for name, loader in live.loaders.items():  # last: they were checked before, so they do not fail
         if name in saved_positions:
