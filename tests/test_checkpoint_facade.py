@@ -317,6 +317,12 @@ def refuse_things(project):
         says = "a folder with other files in it; use another name, or write those files after the save"
         with pytest.raises(CheckpointError, match=says):
             run[0].save_state(project / "other")
+    run[0].free_memory()
+    with pytest.raises(UsageError, match=r"save_state: nothing to save .* call it after prepare\(\) and before free_"):
+        run[0].save_state()
+    saved = manifest.read(project / "a/checkpoints/step-00000001")
+    assert "model" in saved.sections, "the checkpoint of this step was not replaced"
+    run[0].prepare(nn.Linear(1, 1))
     run[0].project_configuration.automatic_checkpoint_naming = False
     with pytest.raises(UsageError, match="no folder is given"):
         run[0].save_state()

@@ -156,6 +156,15 @@ class Run:
                 "end_training, or after destroy_process_group); call it before."
             )
 
+    def refuse_without_objects(self, call: str) -> None:
+        """UsageError where there is nothing to save: such a checkpoint would replace one that has the model."""
+        of_script = (self.models, self.optimizers, self.schedulers, self.loaders, self.registered, self.hooks.at_save)
+        if not any(map(len, of_script)):
+            raise UsageError(
+                f"{call}: nothing to save (got no prepared model, optimizer or loader, and no registered object); call "
+                "it after prepare() and before free_memory()."
+            )
+
     def _check_step(self) -> None:
         self.early_steps.check()
         self.same_modules.check()

@@ -268,6 +268,7 @@ def forget(run: Run) -> None:
 
 def _final(run: Run, output: str | Path | None) -> Place:
     """The folder of the checkpoint. A save in the background goes on after the script has changed its folder."""
+    run.refuse_without_objects("save_state")
     if output is None:
         return paths.absolute(folder.step_folder(root_of(run), run.counters.step))
     final = paths.named(output, "save_state")
@@ -277,8 +278,7 @@ def _final(run: Run, output: str | Path | None) -> Place:
 
 
 def _request(run: Run, session: SaveSession, final: Place, output: str | Path | None) -> SaveRequest:
-    section, project = run.config.shardkit.checkpoint, run.project
-    loaders = run.loaders
+    section, project, loaders = run.config.shardkit.checkpoint, run.project, run.loaders
     return SaveRequest(
         final=final,
         step=run.counters.step,
