@@ -141,10 +141,19 @@ def test_a_model_that_does_not_fit_is_refused_untouched(ranks, tmp_path):
 
 def refuse_a_state_that_is_not_plain(folder):
     live = checkpoints.build("plain")
-    live.objects["registered.0"].value["callback"] = [1, {"inner": print}]
-    with pytest.raises(CheckpointError, match=r"registered.0.callback\[1\].inner: a value of type builtins.built"):
-        checkpoints.save(live, folder)
-    assert not folder.exists()
+    state_of = live.objects["registered.0"].value
+    for value, text in (
+        ({"inner": print}, r"registered.0.callback\[1\].inner: a value of type builtins.built"),
+        (
+            torch.ones(2, device="meta"),
+            r"registered.0.callback\[1\]: has no values \(got a tensor on the meta",
+        ),
+        (state_of, r"registered.0: contains itself, or is nested too deeply"),
+    ):
+        state_of["callback"] = [1, value]
+        with pytest.raises(CheckpointError, match=text):
+            checkpoints.save(live, folder)
+        assert not folder.exists()
 
 
 def test_an_object_that_cannot_be_stored_is_named(ranks, tmp_path):

@@ -213,6 +213,8 @@ class _Capture:
     def store(self, section: str, name: str, tensor: torch.Tensor, holders: Mesh, where: str) -> None:
         if name in self.index.sections[section]:
             raise CheckpointError(f"{where}: two tensors have this name; give one of them another name.")
+        if local_part(tensor).is_meta:
+            raise CheckpointError(f"{where}: has no values (got a tensor on the meta device); fill it before a save.")
         self.index.sections[section][name] = tensors.entry_of(tensor, self.index, holders, where)
         self.tensors[section][name] = tensor
 
@@ -278,7 +280,10 @@ class _Capture:
                 plain.append(name)
             return name
 
-        encoded = values.encode(value, path, store)
+        try:
+            encoded = values.encode(value, path, store)
+        except RecursionError:
+            raise CheckpointError(f"{label}: contains itself, or is nested too deeply to be saved.") from None
         if not isinstance(value, DTensor):
             self.items[label] = Item(at, encoded, section, tuple(plain), is_replicated)
         # A parameter's tensor is found by its name, `<fqn>/<key>`.
