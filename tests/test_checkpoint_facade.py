@@ -495,3 +495,59 @@ def test_a_save_warns_once_of_a_model_for_evaluation_that_follows_in_training(ra
     assert ranks.run(2, followed, tmp_path / "still", strategy, "still") == [[], []]
     assert ranks.run(2, followed, tmp_path / "registered", strategy, "registered") == [[], []]
     assert ranks.run(2, followed, tmp_path / "prepared", strategy, "prepared") == [[], []]
+
+
+def left_out(folder, what, how):
+    """A run that does not prepare the optimizer, or its schedule, and one that resumes it. Returns the warnings, the
+    rate at the end, and the weights."""
+    with log_lines(level=logging.WARNING) as lines:
+        for part in range(2):
+            accelerator = Accelerator(config={"use_cpu": True, "fsdp_config": {"fsdp_auto_wrap_policy": "NO_WRAP"}})
+            torch.manual_seed(part)
+            model = nn.Linear(4, 3)
+            if what == "optimizer":
+                model = accelerator.prepare(model)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            if what == "schedule":
+                model, optimizer = accelerator.prepare(model, optimizer)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+            if how == "registered":
+                accelerator.register_for_checkpointing(schedule, *[optimizer] * (what == "optimizer"))
+            if how == "hooks":
+                accelerator.register_save_state_pre_hook(lambda models, weights, output: None)
+            if part == 1:
+                accelerator.load_state(folder)
+            for step in range(2 * part, 2 * part + 2):
+                inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).chunk(2)
+                accelerator.backward(model(inputs[accelerator.process_index]).square().mean())
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            for _ in range(2 - part):
+                accelerator.save_state(folder)
+            weights = accelerator.get_state_dict(model)
+            accelerator.free_memory()
+    told = [line for line in lines if "begins it anew" in line]
+    return told, optimizer.param_groups[0]["lr"], {name: one.tolist() for name, one in weights.items()}
+
+
+@pytest.mark.parametrize("what", ["optimizer", "schedule"])
+def test_a_save_warns_once_of_an_optimizer_or_schedule_that_was_not_prepared(ranks, tmp_path, what):
+    told, rate, _ = ranks.run(2, left_out, tmp_path / "left out", what, "")[0]
+    name = "AdamW" if what == "optimizer" else "a schedule of AdamW"
+    assert len(told) == 2 and f"(got {name}); prepare it, or register it" in told[0]
+    assert rate == pytest.approx(0.1 / 3), "the resumed run has begun the schedule anew"
+    told, rate, weights = ranks.run(2, left_out, tmp_path / "registered", what, "registered")[0]
+    assert told == [] and rate == pytest.approx(0.1 / 5)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for step in range(4):
+        model(torch.randn(6, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    for name, one in model.state_dict().items():
+        torch.testing.assert_close(torch.tensor(weights[name]), one, atol=1e-5, rtol=1e-4)
+    assert ranks.run(2, left_out, tmp_path / "hooks", what, "hooks")[0][0] == []

@@ -38,6 +38,11 @@ def others(accumulation: Accumulation) -> list[Accumulation]:
     return [one for one in _runs if one is not accumulation]
 
 
+def stepped_on(accumulation: Accumulation) -> list[torch.optim.Optimizer]:
+    """The optimizers that were not prepared and have stepped on its models."""
+    return [one for one in _checked if any(owner is accumulation for owner in _owners(one))]
+
+
 @cache
 def _install() -> None:
     register_optimizer_step_pre_hook(_check)

@@ -3,7 +3,7 @@ their facade."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -91,6 +91,7 @@ class Run:
     is_triggered: bool = False
     has_warned_of_empty_clip: bool = False
     has_warned_of_other_accelerator: bool = False
+    has_warned_of_left_out: bool = False
     watched: WeakSet[nn.Module] = field(default_factory=WeakSet)
     """Models whose backwards this run notes, also those dropped since."""
     models: list[nn.Module] = field(init=False)
@@ -158,8 +159,8 @@ class Run:
 
     def refuse_without_objects(self, call: str) -> None:
         """UsageError where there is nothing to save: such a checkpoint would replace one that has the model."""
-        of_script = (self.models, self.optimizers, self.schedulers, self.loaders, self.registered, self.hooks.at_save)
-        if not any(map(len, of_script)):
+        of_script: tuple[Sized, ...] = (self.models, self.optimizers, self.schedulers, self.loaders, self.registered)
+        if not (any(map(len, of_script)) or self.hooks.at_save):
             raise UsageError(
                 f"{call}: nothing to save (got no prepared model, optimizer or loader, and no registered object); call "
                 "it after prepare() and before free_memory()."

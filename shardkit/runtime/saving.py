@@ -25,7 +25,7 @@ from shardkit.distributed import control, named_barrier, progress
 from shardkit.distributed.long_work import LongWork
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
-from shardkit.runtime import learning_rates, state_hooks
+from shardkit.runtime import learning_rates, left_out, state_hooks
 from shardkit.runtime.project import series_of
 from shardkit.runtime.run import Run
 from shardkit.runtime.save_session import SaveSession
@@ -171,7 +171,7 @@ def _session_alone(run: Run, call: str) -> SaveSession:
 
 def _save(run: Run, session: SaveSession, request: SaveRequest, is_blocking: bool) -> Place:
     _warn_of_open_window(run)
-    run.followers.warn_of_changed(run.registered, has_hooks=bool(run.hooks.at_save))
+    left_out.warn(run)
     elsewhere: frozenset[int] = frozenset()
     if run.hooks.at_save:
         staging, elsewhere = state_hooks.save(run.hooks, run.models, request, session.control)
