@@ -206,6 +206,22 @@ def test_odd_folders_are_told_apart(ranks, tmp_path):
     ranks.run(1, name_odd_folders, tmp_path)
 
 
+def load_folders_of_ranks(project):
+    """The error of a load for which each rank names a folder of its own."""
+    accelerator = run_of(project)[0]
+    for number in range(2):
+        accelerator.save_state(project / f"best-{number}")
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.load_state(project / f"best-{accelerator.process_index}")
+    return str(caught.value)
+
+
+def test_ranks_that_load_different_folders_are_told_so(ranks, tmp_path):
+    those = f"{tmp_path}/best-0 on rank 0, {tmp_path}/best-1 on rank 1"
+    said = f"checkpoint: the ranks do not load the same folder: {those}; give all ranks the same."
+    assert ranks.run(2, load_folders_of_ranks, tmp_path) == [said] * 2
+
+
 def on_another_thread(project):
     """What calls on a thread get while this one trains, and afterwards on a thread that trained itself."""
     run = run_of(project)

@@ -52,7 +52,7 @@ def open_together(path: Place, control: ControlGroup) -> Checkpoint:
         seen = manifest.self_digest(path)
     except (CheckpointError, OSError) as error:
         problem, is_unreachable = words(error), isinstance(path, Url) and isinstance(error, OSError)
-    answer = [problem, seen, is_unreachable]
+    answer = [problem, seen, is_unreachable, str(path)]
     trouble, is_unreachable = control.decide(answer, lambda answers: _not_seen_alike(path, answers))
     if trouble is not None:
         raise (CheckpointUnreachable if is_unreachable else CheckpointError)(trouble)
@@ -62,14 +62,18 @@ def open_together(path: Place, control: ControlGroup) -> Checkpoint:
 
 def _not_seen_alike(path: Place, answers: list[list[Any]]) -> tuple[str | None, bool]:
     """(the error or None, whether the store is unreachable), from each rank's [problem, digest of the manifest, whether
-    the store is unreachable]."""
+    the store is unreachable, folder]."""
     is_unreachable = any(answer[2] for answer in answers)
+    other = next((rank for rank, answer in enumerate(answers) if answer[3] != answers[0][3]), None)
+    if other is not None and answers[other][:2] != answers[0][:2]:
+        those = f"{path} on rank 0, {answers[other][3]} on rank {other}"
+        return f"checkpoint: the ranks do not load the same folder: {those}; give all ranks the same.", is_unreachable
     if answers[0][0] is not None:
         return f"checkpoint: {answers[0][0]}", is_unreachable
     problems = [f"rank {rank}: {text}" for rank, (text, *_) in enumerate(answers) if text is not None]
     if problems:
         text = f"checkpoint: {path}: rank 0 can read it, others cannot; use storage that all ranks share, and can read"
         return f"{text}: {'; '.join(problems[:3])}", is_unreachable
-    if len({text for _, text, _ in answers}) > 1:
+    if len({answer[1] for answer in answers}) > 1:
         return f"checkpoint: {path}: ranks see different checkpoints; use storage that all ranks share.", False
     return None, False
