@@ -148,7 +148,7 @@ def faults(folder: Path) -> list[str]:
     accelerator.save_state(folder / "good")
     for handle in script.handles:
         handle.remove()
-    said = []
+    said, causes = [], []
 
     def attempt(hook: Any, call: Any, error: type[Exception]) -> None:
         handle = hook(accelerator)
@@ -156,13 +156,14 @@ def faults(folder: Path) -> list[str]:
             call()
         handle.remove()
         said.append(str(caught.value))
+        causes.append(type(caught.value.__cause__))
 
     def save(hook: Any, error: type[Exception] = CheckpointSaveError) -> None:
         attempt(lambda a: a.register_save_state_pre_hook(hook), lambda: accelerator.save_state(folder / "new"), error)
 
     def fails(models: list, weights: list, output_dir: str) -> None:
         if rank == 1:
-            raise ValueError("no room for the average")
+            raise KeyError("average")
 
     def links(models: list, weights: list, output_dir: str) -> None:
         if rank == 0:
@@ -177,6 +178,7 @@ def faults(folder: Path) -> list[str]:
 
     for hook in (fails, links, collides, changes):
         save(hook)
+    assert causes[0] is (KeyError if rank == 1 else type(None)), "the traceback has the line of the hook"
 
     def load() -> None:
         accelerator.load_state(folder / "good")
@@ -199,7 +201,7 @@ def faults(folder: Path) -> list[str]:
 def test_what_hooks_must_not_do_fails_on_all_ranks_and_leaves_nothing(ranks, tmp_path):
     for said in ranks.run(2, faults, tmp_path):
         failed, links, collides, changes, untaken, unlike, unknown = said
-        assert "rank 1" in failed and "no room for the average" in failed
+        assert "rank 1 (host" in failed and "): KeyError: 'average'." in failed
         assert "a save hook wrote link, which is not a regular file" in links
         assert "a save hook wrote index.json, a name that the checkpoint itself uses; use another name" in collides
         assert "a save hook changed what `weights` holds" in changes

@@ -38,7 +38,7 @@ def together(
     except LostRank as error:
         raise CheckpointSaveError(report(request, f"{phase}: {error}")) from error
     if attempt.failure:
-        raise CheckpointSaveError(report(request, attempt.failure))
+        raise CheckpointSaveError(report(request, attempt.failure)) from attempt.error
     return attempt
 
 

@@ -254,7 +254,7 @@ def _together(
     except LostRank as error:
         raise CheckpointSaveError(_report(folder, str(error))) from error
     if attempt.failure:
-        raise CheckpointSaveError(_report(folder, attempt.failure))
+        raise CheckpointSaveError(_report(folder, attempt.failure)) from attempt.error
     return attempt
 
 

@@ -53,6 +53,8 @@ class Attempt(Generic[Result]):
     """Rank 0's decision from all answers."""
     failure: str
     """The failure, as `rank 1 (host a): text`; empty where all ranks succeeded."""
+    error: Exception | None = None
+    """What failed on this rank: the cause of an error that all raise, so that the script's line is shown."""
 
 
 @dataclass
@@ -141,16 +143,17 @@ class ControlGroup:
         `answer` converts the result into JSON for rank 0. If all ranks succeeded, rank 0 computes the verdict from all
         answers with `judge`, and every rank receives it.
         """
-        result, answered, problem = None, None, None
+        result, answered, problem, own = None, None, None, None
         try:
             result = action()
             answered = answer(result)
         except Exception as error:  # of any kind: the others wait for this rank's answer
-            problem = words(error)
+            own, is_told = error, isinstance(error, (ShardkitError, OSError))
+            problem = words(error) if is_told else f"{type(error).__name__}: {error}"
         collected = self.collect([answered, socket.gethostname(), problem])
         verdict = None if collected is None else _verdict(collected, judge)
         failure, verdict = self.share(verdict)
-        return Attempt(result, [answered for answered, _, _ in collected or []], verdict, failure)
+        return Attempt(result, [answered for answered, _, _ in collected or []], verdict, failure, own)
 
     def _gather(self, data: bytes) -> list[bytes] | None:
         packets = self._gather_packets(data)
