@@ -12,13 +12,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardkit
+from shardkit.checkpoint import state
+from shardkit.cli.main import run
 from shardkit.config.schema import Config
 from shardkit.distributed import process, tensors
 from shardkit.distributed.tensors import unwrapped
 from shardkit.sharding import weight_files
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
-from tests import models
+from tests import checkpoints, models
 from tests.ranks import RankError
 
 
@@ -214,6 +216,16 @@ def test_a_file_that_one_rank_cannot_read_stops_all(ranks, tmp_path):
 def test_a_broken_file_is_said_so(ranks, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"no safetensors")
     assert "not readable as safetensors (got model.safetensors:" in ranks.run(1, wrong_weights, tmp_path)[0]
+
+
+def test_a_checkpoint_in_place_of_weights_is_told_what_to_do(tmp_path):
+    model = models.Gpt()
+    checkpoints.save(state.Live([model]), tmp_path / "step")
+    _, problems = weight_files.load(model, tmp_path / "step")
+    command = f"shardkit checkpoint merge {tmp_path / 'step'} -o FOLDER"
+    assert len(problems) == 1 and f"{tmp_path / 'step'}: is a checkpoint; " in problems[0] and command in problems[0]
+    assert run(command.replace("FOLDER", str(tmp_path / "weights")).split()[1:]) == 0
+    assert weight_files.load(model, tmp_path / "weights")[1] == []
 
 
 @pytest.mark.parametrize(

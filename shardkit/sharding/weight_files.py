@@ -80,6 +80,11 @@ def _where(weights: Path) -> dict[str, Path]:
     """The file of each tensor, by the headers of the files: those that the folder's index names, or all."""
     weights = Path(weights)
     paths = (_indexed(weights) or sorted(weights.glob("*.safetensors"))) if weights.is_dir() else [weights]
+    if not paths and (weights / "MANIFEST.json").exists():  # its weights may be in parts, in folders
+        raise ModelError(
+            f"is a checkpoint; accelerator.load_state loads it whole, and shardkit checkpoint merge {weights} -o "
+            "FOLDER writes its weights: give that folder."
+        )
     if not paths:
         raise FileNotFoundError("a folder without .safetensors files")
     found: dict[str, Path] = {}
