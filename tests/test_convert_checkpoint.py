@@ -558,7 +558,7 @@ def test_a_step_that_exists_is_not_written_again(tmp_path):
         convert.convert(tmp_path / "source", tmp_path / "out", step=3)
     text = "exists already, and checkpoints are not overwritten; give another --step, or another folder."
     assert str(raised.value) == f"convert: {done.path}: {text}"
-    with pytest.raises(CheckpointError, match=r"pytorch_model.bin: a file, not a folder; give the folder that"):
+    with pytest.raises(CheckpointError, match=r"a file, not a folder; .*; load a file of torch.save in the"):
         convert.convert(tmp_path / "source/pytorch_model.bin", tmp_path / "out")
 
 

@@ -136,8 +136,10 @@ def _is_own(source: Path) -> bool:
 
 def _find(source: Path, weights_only: bool) -> _Found:
     if not source.is_dir():
-        wrong = "a file, not a folder" if source.exists() else "no such folder"
-        raise CheckpointError(f"convert: {source}: {wrong}; give the folder that save_state made.")
+        wrong, also = "no such folder", ""
+        if source.exists():
+            wrong, also = "a file, not a folder", "; load a file of torch.save in the script, before prepare()"
+        raise CheckpointError(f"convert: {source}: {wrong}; give the folder that save_state made{also}.")
     if dcp.is_dcp(source):
         found = _bare(source, weights_only)
     elif weights_only:
