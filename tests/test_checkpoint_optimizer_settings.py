@@ -6,6 +6,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from shardkit.checkpoint import state
+from shardkit.errors import CheckpointError
 from tests import checkpoints
 
 
@@ -113,6 +114,20 @@ def test_what_a_schedule_keeps_for_each_group_follows_the_group(tmp_path, kind):
     live = scheduled(kind, (1, 0), (0.5, 0.1))
     checkpoints.load(live, tmp_path / "saved")
     assert rates_after(live, 3) == rates_after(saved, 3)
+
+
+def test_a_group_that_was_added_in_training_is_added_before_the_load(tmp_path):
+    saved = scheduled("lambda", (1,), (0.5, 0.1))
+    weight = {"params": [saved.models[0].weight], "lr": 0.5}
+    saved.optimizers[0].add_param_group(weight)
+    checkpoints.save(saved, tmp_path / "saved")
+    live = scheduled("lambda", (1,), (0.5, 0.1))
+    text = "optim: in the checkpoint, not in the optimizer: weight; call add_param_group before the load, if the saved"
+    with pytest.raises(CheckpointError, match=text):
+        checkpoints.load(live, tmp_path / "saved")
+    live.optimizers[0].add_param_group({**weight, "params": [live.models[0].weight], "lr": 0.3})
+    checkpoints.load(live, tmp_path / "saved")
+    assert rates_of(live.optimizers[0]) == [0.1, 0.5]
 
 
 def test_a_group_that_was_not_saved_begins_with_its_own_rate(tmp_path):

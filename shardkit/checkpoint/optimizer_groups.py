@@ -11,6 +11,7 @@ from shardkit.checkpoint.numbered import sources
 from shardkit.checkpoint.optimizers import parameters_by_name
 from shardkit.distributed.tensors import local_part
 
+_ADD = f"call add_param_group before the load, if the saved run had called it, or {LEAVE_OUT}"
 # Where torch's schedules keep one value for each group.
 _OF_GROUPS = ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas")
 
@@ -23,7 +24,7 @@ def unmatched_parameters(
     theirs = {name for group in saved for name in group["params"]}
     return [
         *listed(section, "in the optimizer, not in the checkpoint", sorted(mine - theirs), KEEP),
-        *listed(section, "in the checkpoint, not in the optimizer", sorted(theirs - mine), LEAVE_OUT),
+        *listed(section, "in the checkpoint, not in the optimizer", sorted(theirs - mine), _ADD),
     ]
 
 
