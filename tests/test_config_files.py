@@ -42,7 +42,6 @@ def problems(text: str | bytes, tmp_path: Path) -> list[str]:
     with pytest.raises(ConfigError) as raised:
         files.read(path)
     lines = str(raised.value).replace(f"{tmp_path}/", "").splitlines()
-    assert len(lines) <= 12, "more lines than anybody reads"
     assert raised.value.exit_code == 2
     return lines
 
@@ -296,7 +295,7 @@ def test_large_and_exploding_files_are_refused_at_once(tmp_path):
     assert "too many nested values or aliases" in problems("\n".join(levels), tmp_path)[0]
     assert "too many nested values" in problems("a: &a [*a]\n", tmp_path)[0]
     assert "nested too deeply" in problems("a: " + "[" * 5000 + "]" * 5000, tmp_path)[0]
-    assert len(problems("".join(f"key{i}: 1\n" for i in range(500)), tmp_path)) == 11
+    assert len(problems("".join(f"key{i}: 1\n" for i in range(500)), tmp_path)) == 500  # all at once
 
 
 def test_aliases_and_merged_blocks_are_read():
