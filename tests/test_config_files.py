@@ -260,7 +260,7 @@ def test_everything_that_is_wrong_is_told_at_once_with_its_place(tmp_path):
         (b"\x80\x04\x95binary", "shardkit.yaml: is not a UTF-8 text file (got byte 0x80 at 0)"),
         (b"PK\x03\x04\x00\x00", "shardkit.yaml: is not a text file (got NUL bytes)"),
         ("debug: \x07\n", "shardkit.yaml:1:8: a character that YAML does not allow"),
-        ("fsdp_config: 3\n", "shardkit.yaml:1:14: fsdp_config: is a block of keys (got '3'); indent its keys"),
+        ("fsdp_config: 3\n", "shardkit.yaml:1:14: fsdp_config: is not a block of keys (got '3'); indent its keys"),
         ("debug: {a: 1}\n", "shardkit.yaml:1:8: debug: is not yes or no (got \"{'a': '1'}\")"),
         (
             "fsdp_config:\n  fsdp_backward_prefetch: {a: 1}\n  fsdp_reshard_after_forward: [a]\n",
