@@ -64,7 +64,7 @@ def test_a_list_of_tasks_is_counted_without_making_it():
 @pytest.mark.parametrize("text", ['"ab"', "{}", "[1, 2]", "[null]", "[" * 100_000, "["])
 def test_the_hosts_of_sagemaker_are_a_list_of_names(text):
     for here in ({}, {"SM_CURRENT_HOST": "a"}):
-        with pytest.raises(ConfigError, match="SM_HOSTS: is a list of hosts"):
+        with pytest.raises(ConfigError, match="SM_HOSTS: is not a list of hosts"):
             scheduler({"SM_HOSTS": text, **here})
     assert scheduler({"SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "b"}).machine_rank == 1
 
@@ -141,7 +141,7 @@ FSDP_FILES = {
     "bool.yaml": ("a: !!bool b\n", "has a value that YAML does not read ('b')"),
     "long.json": (f'{{"a": {LONG}}}', "is not JSON"),
     "nul.json": ("\0", "NUL bytes"),
-    "list.json": ("[]", "is a block of keys"),
+    "list.json": ("[]", "is not a block of keys"),
 }
 
 

@@ -27,7 +27,7 @@ def complaint(text: str) -> str:
         ),
         (
             "num_processes: 4\nnum_machines: 2\nmachine_rank: 2\n",
-            "3:15: machine_rank: is not one of the machines 0 to 1 (got 2); give it at launch: --machine-rank.",
+            "3:15: machine_rank: is not one of the machines 0 to 1 (got 2); write one of them, or more machines.",
         ),
         (
             "main_process_ip: 10.0.0.1:29500\n",

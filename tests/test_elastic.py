@@ -37,7 +37,7 @@ def test_the_range_is_read_as_torchrun_writes_it():
     assert flags.machines_settings("1:4") == {"num_machines": "4", "shardkit.launch.min_machines": "1"}
     assert flags.machines_settings("4") == {"num_machines": "4"}
     for text in ("1:x", "1:", ":4", "1:2:3"):
-        with pytest.raises(UsageError, match=rf"--num-machines: is a number, or MIN:MAX \(got '{text}'\)"):
+        with pytest.raises(UsageError, match=rf"--num-machines: is not a number, nor MIN:MAX \(got '{text}'\)"):
             flags.machines_settings(text)
     job = scheduler.scheduler({"PET_NNODES": "2:4", "PET_NODE_RANK": "1", "MASTER_ADDR": "a"})
     assert (job.machines, job.min_machines, job.machine_rank) == (4, 2, 1)

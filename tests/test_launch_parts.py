@@ -83,7 +83,7 @@ def test_fsdp_in_the_trainers_words(text, strategy, wraps, offloads):
 
 @pytest.mark.parametrize("text", ["full shrad", "full_shard no_shard", "full_shard autowrap"])
 def test_fsdp_with_an_unknown_word_is_refused(text):
-    with pytest.raises(UsageError, match="--fsdp: is a strategy and options"):
+    with pytest.raises(UsageError, match="--fsdp: is not a strategy and options"):
         flags.fsdp_settings(text)
 
 
@@ -290,7 +290,7 @@ def test_all_problems_come_at_once_and_nothing_starts(tmp_path, capsys, monkeypa
     monkeypatch.chdir(tmp_path)
     assert command_line.run(["launch", "--fsdp", "fully", "trian.py"]) == 2
     said = capsys.readouterr().err
-    assert "--fsdp: is a strategy" in said
+    assert "--fsdp: is not a strategy" in said
     assert "script trian.py does not exist" in said
     assert "shardkit.yaml:1:1: num_procesess: unknown key" in said
     assert "fsdp_offload_param: unknown key" in said

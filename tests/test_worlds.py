@@ -155,7 +155,7 @@ def test_who_is_alone_is_left_alone(variables):
         ({"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}, "NODE_RANK says that this process is one of several"),
         ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "a"}, "PMIX_RANK says that this process is one of several"),
         (FLUX, "flux run started this process as one of several"),
-        ({**TRAIN_JOB, "PET_NNODES": "4:x"}, r"PET_NNODES: is a number of machines, or MIN:MAX \(got '4:x'\)"),
+        ({**TRAIN_JOB, "PET_NNODES": "4:x"}, r"PET_NNODES: is not a number of machines, nor MIN:MAX \(got '4:x'\)"),
         ({**TRAIN_JOB, "PET_NNODES": "1:4"}, "Kubernetes reports a job of 4 machines with 8 ranks each; start it with"),
     ],
 )

@@ -149,7 +149,7 @@ def _parallelism(key: str, value: Any) -> Translation:
         return (
             Translation()
             if _is_empty(value)
-            else Translation(problems=[f"is a block of sizes (got {shortened(value)!r})."])
+            else Translation(problems=[f"is not a block of sizes (got {shortened(value)!r})."])
         )
     outcome = Translation()
     sizes = {name.removeprefix("parallelism_config_"): size for name, size in value.items()}

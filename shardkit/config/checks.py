@@ -59,7 +59,7 @@ def _processes(config: Config) -> Iterator[Finding]:
         yield Finding(keys, f"{what}; write the total, such as {near} or {near + machines}.")
     if config.machine_rank >= machines:
         what = f"is not one of the machines 0 to {machines - 1} (got {config.machine_rank})"
-        yield Finding(("machine_rank", "num_machines"), f"{what}; give it at launch: --machine-rank.")
+        yield Finding(("machine_rank", "num_machines"), f"{what}; write one of them, or more machines.")
 
 
 def _addresses(config: Config) -> Iterator[Finding]:

@@ -28,12 +28,9 @@ from shardkit.config.layers import Layer, Origin, combine, environment_layer, fi
 from shardkit.config.schema import Config
 from shardkit.digits import number_in
 from shardkit.errors import ConfigError, UsageError
-from shardkit.wording import counted
 
 NAMES = ("shardkit.yaml", "shardkit.yml")
 ACCELERATE_NAMES = ("accelerate.yaml", "accelerate.yml", "accelerate_config.yaml", "default_config.yaml")
-# Users fix the first problems first.
-_SHOWN_PROBLEMS = 10
 _OF_A_MACHINE = {"machine_rank", "main_process_ip", "gpu_ids"}
 _OF_ITS_RANKS = ("log_dir", "bind_address", "show", "start", "threads_per_rank")
 _OF_A_MACHINE |= {f"shardkit.launch.{name}" for name in _OF_ITS_RANKS}
@@ -315,13 +312,9 @@ def _loaded(layer: Layer, path: Path | None) -> LoadedConfig:
 
 
 def raise_problems(problems: list[str]) -> None:
-    """Raises ConfigError with the problems in line order, at most ten of them."""
-    ordered = _ordered(problems)
-    if len(ordered) > _SHOWN_PROBLEMS:
-        more = len(ordered) - _SHOWN_PROBLEMS
-        ordered = [*ordered[:_SHOWN_PROBLEMS], f"... and {counted(more, 'more problem')}."]
-    if ordered:
-        raise ConfigError(ordered)
+    """Raises ConfigError with the problems in line order."""
+    if problems:
+        raise ConfigError(_ordered(problems))
 
 
 def _ordered(lines: list[str]) -> list[str]:

@@ -232,7 +232,7 @@ def _read_section(layer: Layer, node: yaml.Node, path: Path, name: str, written:
     elif document.raw(node) is not None:
         got = document.shortened(document.raw(node))
         where = document.place_of(node, name)
-        layer.problems.append(f"{where}: {written}: is a block of keys (got {got!r}); indent its keys below it.")
+        layer.problems.append(f"{where}: {written}: is not a block of keys (got {got!r}); indent its keys below it.")
 
 
 def _outside(section: Path, key: str) -> Path | None:

@@ -71,7 +71,7 @@ def _sagemaker(variables: Mapping[str, str]) -> Scheduler | None:
     hosts, here = _listed(variables["SM_HOSTS"]), variables.get("SM_CURRENT_HOST")
     if here not in hosts:
         raise ConfigError(
-            "SM_HOSTS: is a list of hosts with SM_CURRENT_HOST among them (got "
+            "SM_HOSTS: is not a list of hosts with SM_CURRENT_HOST among them (got "
             f"SM_HOSTS={variables['SM_HOSTS']!r}, SM_CURRENT_HOST={here!r}); "
             "unset both where this is no job of SageMaker."
         )
@@ -116,7 +116,7 @@ def _torchrun(variables: Mapping[str, str]) -> Scheduler | None:
     least, most = machine_range(variables["PET_NNODES"]) or (0, 0)
     if not 0 < least <= most:
         raise ConfigError(
-            f"PET_NNODES: is a number of machines, or MIN:MAX (got {variables['PET_NNODES']!r}); set it so."
+            f"PET_NNODES: is not a number of machines, nor MIN:MAX (got {variables['PET_NNODES']!r}); set it so."
         )
     is_other = variables.get("PET_RDZV_BACKEND", "c10d") not in ("c10d", "static")  # etcd's server is no machine
     host, port = host_port.split("" if is_other else variables.get("PET_RDZV_ENDPOINT", ""))

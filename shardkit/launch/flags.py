@@ -166,7 +166,7 @@ def fsdp_settings(text: str) -> dict[str, str]:
     left = words.strip("_").replace("true", "").strip("_")
     if left:
         raise UsageError(
-            f"--fsdp: is a strategy and options (got {text!r}, of which {left!r} is unknown); "
+            f"--fsdp: is not a strategy and options (got {text!r}, of which {left!r} is unknown); "
             f"use {', '.join(reversed(STRATEGIES))}, with auto_wrap, offload."
         )
     return _given_by("--fsdp", found)
@@ -182,7 +182,7 @@ def fsdp_file_settings(path: Path) -> dict[str, str]:
     block = content.get("fsdp_config", content)
     if not isinstance(block, Mapping):
         raise ConfigError(
-            f"--fsdp-config: {file}: fsdp_config is a block of keys (got {block!r}); write its keys below it."
+            f"--fsdp-config: {file}: fsdp_config is not a block of keys (got {block!r}); write its keys below it."
         )
     settings: dict[str, str] = {}
     for key, value in ((str(key), value) for key, value in block.items()):
@@ -202,7 +202,7 @@ def main_settings(address: str) -> dict[str, str]:
     number = number_in(port)
     if port and (number is None or number > 65535):
         raise UsageError(
-            f"--main: is HOST:PORT with a port up to 65535 (got {address!r}); write HOST:PORT, HOST or :PORT."
+            f"--main: is not HOST:PORT with a port up to 65535 (got {address!r}); write HOST:PORT, HOST or :PORT."
         )
     settings = {"main_process_ip": host} if host else {}
     return _given_by("--main", settings | ({"main_process_port": port} if port else {}))
@@ -216,7 +216,9 @@ def machines_settings(text: str) -> dict[str, str]:
         return _given_by("--num-machines", {"num_machines": text})
     found = machine_range(text)
     if found is None:
-        raise UsageError(f"--num-machines: is a number, or MIN:MAX (got {text!r}); write 4, or 2:4 for an elastic run.")
+        raise UsageError(
+            f"--num-machines: is not a number, nor MIN:MAX (got {text!r}); write 4, or 2:4 for an elastic run."
+        )
     least, most = found
     return _given_by("--num-machines", {"num_machines": str(most), "shardkit.launch.min_machines": str(least)})
 
@@ -251,7 +253,7 @@ def _read(file: Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name} is not JSON ({' '.join(str(error).split())}); correct it.") from None
     if not isinstance(content, Mapping):
-        raise ConfigError(f"{name}: is a block of keys (got {type(content).__name__}); write `key: value` lines.")
+        raise ConfigError(f"{name}: is not a block of keys (got {type(content).__name__}); write `key: value` lines.")
     return content
 
 
