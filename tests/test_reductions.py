@@ -52,6 +52,9 @@ NUMBERS: dict[str, Any] = {
     "values written into a new tensor like a product": lambda p: torch.empty_like(p.T @ p).fill_(2).sum(),
     "values written into a new tensor of its size": lambda p: (p.T @ p).new_empty(7, 7).fill_(2).sum(),
     "norms in one tensor": lambda p: torch.cat([p.norm().view(1), p.norm().view(1)]).sum(),
+    "mean and norm in one tensor": lambda p: torch.stack([p.mean(), p.norm()]).square().sum(),
+    "means and norms of columns in one tensor": lambda p: torch.stack([p.mean(0), p.norm(dim=0)]).square().sum(),
+    "smallest and largest in one tensor": lambda p: torch.cat([p.min().view(1), p.max().view(1)]).sum(),
 }
 if torch.__version__ >= "2.13":  # the oldest lacks these
     NUMBERS["running products of columns"] = lambda p: (p.cumprod(-2) * p).sum()

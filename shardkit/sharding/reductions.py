@@ -5,8 +5,9 @@ their means, and divides the gradient by the elements of a part), sums of norms 
 which torch itself takes in gradients, any() and all() in further arithmetic, allclose(), quotients by sums that are
 pending, running sums and the places of largest values along a dim that is counted from the end, which torch does not
 take for the sharded one, the largest and smallest values, or their places, of a tensor of which a rank has no part:
-that rank alone would raise; and gradients of parts, as of `qkv.weight.chunk(3)[0].norm()`, which it joins with plain
-zeros. (Checked on torch 2.11, which alone is wrong in the quotients, 2.13 and 2.15.)
+that rank alone would raise; gradients of parts, as of `qkv.weight.chunk(3)[0].norm()`, which it joins with plain zeros;
+and joins of values that are pending in different ways, as in `torch.stack([p.mean(), p.norm()])`. (Checked on torch
+2.11, which alone is wrong in the quotients, 2.13 and 2.15; the joins on 2.13.)
 """
 
 import math
@@ -86,13 +87,16 @@ def _quotient(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _join(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Plain tensors count as equal on all ranks: in gradients they are zeros, of parts of a split that nothing used."""
+    """Plain tensors count as equal on all ranks: in gradients they are zeros, of parts of a split that nothing used.
+    What is pending in different ways, such as a mean and a norm, is settled first."""
     tensors, *others = args
     mesh = next(one.device_mesh for one in tensors if is_dtensor(one))
     everywhere = [Replicate()] * mesh.ndim
     tensors = [
         one if is_dtensor(one) else DTensor.from_local(one, mesh, everywhere, run_check=False) for one in tensors
     ]
+    if any(one.placements != tensors[0].placements for one in tensors):
+        tensors = [settle(one) for one in tensors]
     return as_torch_does(operator, (tensors, *others), kwargs)
 
 
