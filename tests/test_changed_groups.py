@@ -102,3 +102,22 @@ def test_an_optimizer_of_a_module_that_was_taken_out_is_refused_in_words(ranks, 
     for text in ranks.run(2, removed_after, strategy):
         assert "AdamW trains parameters that were removed from the model after it was prepared (got" in text
         assert "leave them out of the optimizer's param_groups" in text
+        assert "call accelerator.free_memory() and prepare the model with a new optimizer" in text
+
+
+def replaced_after(strategy: int) -> tuple[str, str]:
+    """What is said of an optimizer of a new head, and of the remedy."""
+    accelerator, model = accelerator_for(strategy), Net()
+    model, _ = accelerator.prepare(model, adam(model.parameters()))
+    inner = accelerator.unwrap_model(model)
+    inner.head = nn.Linear(inner.head.in_features, 3)
+    said = refusal(lambda: accelerator.prepare(inner, adam(inner.parameters())))
+    accelerator.free_memory()
+    fresh = Net()
+    fresh.head = nn.Linear(fresh.head.in_features, 3)
+    return said, refusal(lambda: accelerator.prepare(fresh, adam(fresh.parameters())))
+
+
+def test_the_remedy_for_a_replaced_module_works(ranks):
+    for said, remedied in ranks.run(2, replaced_after, 1):
+        assert "build a new model with the new modules" in said and not remedied

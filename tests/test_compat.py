@@ -1110,7 +1110,7 @@ def test_migrate_changes_the_imports_and_nothing_else(tmp_path):
     text, found = migrate.diff(tmp_path / "train.py")
     assert text.count("\n+") == 4 and text.count("\n-") == 3  # with the lines of file names
     said = migrate.remarks(found)
-    assert any(line.startswith("train.py:9: num_processes: the schedule's length") for line in said)
+    assert any(line.startswith(f"{tmp_path}/train.py:9: num_processes: the schedule's length") for line in said)
     assert any("or launch with --as-accelerate --accelerates-meaning scheduler." in line for line in said)
     with pytest.raises(UsageError, match=r"migrate: script.py:1: not valid Python"):
         migrate.migrated("def (")
@@ -1150,6 +1150,22 @@ def test_migrate_changes_all_scripts_or_none(tmp_path, capsys):
     assert out == "" and (tmp_path / "a.py").read_text() == "import accelerate\n"
     assert "b.ipynb: only Python scripts are changed (got a notebook); in its cells, write" in error
     assert "c.py: cannot be read" in error and error.endswith("2 errors. Nothing was changed.\n")
+
+
+def test_migrate_of_a_folder_takes_the_scripts_below_it_that_import_accelerate(tmp_path, capsys):
+    (tmp_path / "package" / "inner").mkdir(parents=True)
+    (tmp_path / ".venv").mkdir()
+    for name in ("package/a.py", "package/inner/a.py", ".venv/a.py"):
+        (tmp_path / name).write_text("from accelerate import Accelerator\nmodel = Accelerator().prepare(model)\n")
+    (tmp_path / "package" / "b.py").write_text("import torch\n")
+    assert run(["migrate", "--write", str(tmp_path)]) == 0
+    out, said = capsys.readouterr()
+    assert "b.py" not in out and said.count(": changed.") == 2 and said.count("differs: clip_grad_norm_") <= 1
+    assert (tmp_path / "package" / "inner" / "a.py").read_text().startswith("from shardkit.compat import Accelerator")
+    assert (tmp_path / ".venv" / "a.py").read_text().startswith("from accelerate")
+    (tmp_path / "empty").mkdir()
+    assert run(["migrate", str(tmp_path / "empty")]) == 2
+    assert "empty: no Python file below this folder mentions accelerate" in capsys.readouterr().err
 
 
 LENGTH = """\

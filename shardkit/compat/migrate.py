@@ -3,7 +3,7 @@
 import ast
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shardkit.compat import scan
@@ -73,10 +73,30 @@ def _replace(lines: list[str], node: ast.stmt | ast.alias, old: str, new: str) -
             return
 
 
+def scripts(given: Sequence[Path]) -> list[Path]:
+    """The files to change; of a folder those below it, hidden folders aside, that mention Accelerate."""
+    found = [path for one in given for path in (_below(one) if one.is_dir() else [one])]
+    return list(dict.fromkeys(found))
+
+
+def _below(folder: Path) -> list[Path]:
+    inside = sorted(path for path in folder.rglob("*.py") if path.is_file())
+    shown = [path for path in inside if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    found = [path for path in shown if _mentions_accelerate(path)]
+    if not found:
+        raise UsageError(f"migrate: {folder}: no Python file below this folder mentions accelerate; name the scripts.")
+    return found
+
+
+def _mentions_accelerate(path: Path) -> bool:
+    try:
+        return b"accelerate" in path.read_bytes()
+    except OSError:  # told by `source`
+        return True
+
+
 def source(path: Path) -> str:
     """The text of a script, with its line ends as they are. Raises UsageError where it cannot be read."""
-    if path.is_dir():
-        raise UsageError(f"migrate: {path}: is a folder; name the files in it, such as {path / '*.py'}.")
     try:
         if not path.is_file() and path.exists():
             raise OSError("not a regular file")
@@ -91,7 +111,7 @@ def diff(path: Path) -> tuple[str, Found]:
     new = migrated(text, str(path))
     change = difflib.unified_diff(_LINE.findall(text), _LINE.findall(new), str(path), f"{path} on shardkit")
     whole = (line if line.endswith(("\n", "\r")) else f"{line}\n\\ No newline at end of file\n" for line in change)
-    return "".join(whole), scan.scan_text(text, path.name)
+    return "".join(whole), scan.scan_text(text, str(path))
 
 
 def remarks(found: Found) -> list[str]:

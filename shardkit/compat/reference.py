@@ -19,7 +19,8 @@ There are three ways, the quickest first:
    names of Accelerate that were used, those that are not supported, and differences in behavior; the complete list is
    in `accelerate.txt` in the log folder. `--check` prints this for the script's source without running it.
 2. **Change the import.** Use `from shardkit.compat import Accelerator` instead of `from accelerate import Accelerator`,
-   and the same for every submodule. `shardkit migrate train.py` prints the diff, `--write` applies it.
+   and the same for every submodule. `shardkit migrate train.py` prints the diff, `--write` applies it. A
+   folder stands for the scripts below it.
 3. **Use shardkit's API.** `from shardkit import Accelerator` has the methods below with shardkit's arguments, and
    accepts settings as objects, too, see [settings in code](how-to/settings-in-code.md).
 
@@ -63,7 +64,7 @@ def migration_page(script: Path) -> str:
         _refused(),
         f"## A script's diff\n\n```diff\n{change}```\n",
     ]
-    remarks = "\n".join(f"- `{line}`" for line in migrate.remarks(found))
+    remarks = "\n".join(f"- `{line.replace(str(script), script.name)}`" for line in migrate.remarks(found))
     last = f"After the diff, `shardkit migrate train.py` prints what the new imports do not solve:\n\n{remarks}\n"
     return "\n".join([*parts, last])
 

@@ -44,6 +44,13 @@ _BY_MESSAGE = (
         "the system allows no more processes or threads: raise ulimit -u, or the container's limit (pids.max)",
     ),
     (
+        r"aten\.(_foreach_)?(copy|lerp)_\S* got mixed torch.Tensor and DTensor",
+        "a sharded parameter was copied into a plain tensor. Averages of the weights (EMA) that were made before "
+        "prepare, or on the main process alone, do so: make them on every rank, after prepare from "
+        "model.parameters(), or as a copy of the model from before prepare that is prepared, too. p.full_tensor() on "
+        "every rank returns a whole copy",
+    ),
+    (
         "got mixed torch.Tensor and DTensor",
         "an operation mixed a sharded parameter and a plain tensor: call the model's forward, or register the method "
         "that uses its parameters, with the module that has it: accelerator.register_forward_method(model, name). A "

@@ -1,6 +1,6 @@
 """`prepare`: models are parallelized, optimizers rebound to their parameters, loaders split over ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -356,10 +356,14 @@ def _refuse_strangers(run: Run, optimizer: AcceleratedOptimizer) -> None:
         got = f"got {len(strangers)} of {len(optimizer.parameters)}, the first of shape {tuple(strangers[0].shape)}"
         name = type(optimizer.optimizer).__name__
         if all(any(id(parameter) in one.parameters for one in run.taken) for parameter in strangers):
+            again = "call accelerator.free_memory() and prepare the model with a new optimizer"
+            if run.config.mode == "fsdp" and any(True for one in run.taken for _ in _added(one)):
+                again = (
+                    "build a new model with the new modules, load these weights, and prepare it with a new optimizer"
+                )
             raise UsageError(
                 f"prepare: {name} trains parameters that were removed from the model after it was prepared ({got}); "
-                "leave them out of the optimizer's param_groups, or call accelerator.free_memory() and prepare the "
-                "model with a new optimizer."
+                f"leave them out of the optimizer's param_groups, or {again}."
             )
         raise UsageError(
             f"prepare: {name} trains parameters of no prepared model ({got}); "
@@ -368,16 +372,18 @@ def _refuse_strangers(run: Run, optimizer: AcceleratedOptimizer) -> None:
         )
 
 
+def _added(taken: Taken) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter) of those that the model has got since it was prepared."""
+    for fqn, parameter in unwrapped(taken.model).named_parameters():
+        # Sharded ones are FSDP's own, which it makes anew for load_state_dict(assign=True).
+        if id(parameter) not in taken.parameters and not is_dtensor(parameter):
+            yield fqn, parameter
+
+
 def _refuse_late(run: Run, optimizer: torch.optim.Optimizer) -> None:
     """UsageError for parameters added to a model after it was prepared: their gradients would not be reduced."""
     chosen = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    late = [
-        fqn
-        for one in run.taken
-        for fqn, parameter in unwrapped(one.model).named_parameters()
-        # Sharded ones are FSDP's own, which it makes anew for load_state_dict(assign=True).
-        if id(parameter) in chosen and id(parameter) not in one.parameters and not is_dtensor(parameter)
-    ]
+    late = [fqn for one in run.taken for fqn, parameter in _added(one) if id(parameter) in chosen]
     if late:
         raise UsageError(
             f"prepare: {type(optimizer).__name__} trains parameters that were added to the model after it "
