@@ -7,7 +7,7 @@ pending, running sums and the places of largest values along a dim that is count
 take for the sharded one, the largest and smallest values, or their places, of a tensor of which a rank has no part:
 that rank alone would raise; gradients of parts, as of `qkv.weight.chunk(3)[0].norm()`, which it joins with plain zeros;
 and joins of values that are pending in different ways, as in `torch.stack([p.mean(), p.norm()])`. (Checked on torch
-2.11, which alone is wrong in the quotients, 2.13 and 2.15; the joins on 2.13.)
+2.11, which alone is wrong in the quotients, 2.13 and 2.15.)
 """
 
 import math
