@@ -55,7 +55,7 @@ def compare(live: Live, common: Mapping[str, Any], classes: Mapping[str, str], n
     for number, (optimizer, saved) in enumerate(zip(live.optimizers, common["optimizers"], strict=False)):
         section = section_name("optim", number)
         if section not in found.unlike and not optimizer.state:
-            is_scheduled = any(optimizer is getattr(one, "optimizer", None) for one in _schedulers(live))
+            is_scheduled = any(optimizer is getattr(one, "optimizer", None) for one in live.schedulers().values())
             found.notes += _changed_in_groups(optimizer, saved["groups"], names, section, is_scheduled)
     return found
 
@@ -87,15 +87,9 @@ def _pairs(live: Live, common: Mapping[str, Any]) -> Iterator[tuple[str, Any, di
             {key: value for key, value in one.items() if key not in optimizers.RUN_SETTINGS} for one in (settings, now)
         )
         yield section_name("optim", number), optimizer, saved_settings, now
-    for name, item in live.objects.items():
-        if name.startswith("scheduler.") and isinstance(saved := common["objects"].get(name), dict):
-            yield name, getattr(item, "scheduler", item), saved, item.state_dict()
-
-
-def _schedulers(live: Live) -> Iterator[Any]:
-    for name, item in live.objects.items():
-        if name.startswith("scheduler."):
-            yield getattr(item, "scheduler", item)
+    for name, schedule in live.schedulers().items():
+        if isinstance(saved := common["objects"].get(name), dict):
+            yield name, schedule, saved, live.objects[name].state_dict()
 
 
 def _compare_keys(

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from shardkit.checkpoint.differences import KEEP, LEAVE_OUT, TAKE_SAVED, Difference, listed
 from shardkit.checkpoint.numbered import sources
-from shardkit.checkpoint.optimizers import parameters_by_name
+from shardkit.checkpoint.optimizers import members_of, parameters_by_name
 from shardkit.distributed.tensors import local_part
 
 _ADD = f"call add_param_group before the load, if the saved run had called it, or {LEAVE_OUT}"
@@ -49,9 +49,8 @@ def parted_groups(
     settings."""
     first: dict[int, int] = {}
     found = []
-    owner = {name: number for number, group in enumerate(saved) for name in group["params"]}
-    for number, group in enumerate(optimizer.param_groups):
-        source = next((owner[names[id(p)]] for p in group["params"] if names[id(p)] in owner), None)
+    owners = sources(members_of(optimizer, names), saved)
+    for number, (source, group) in enumerate(zip(owners, optimizer.param_groups, strict=True)):
         if source is None:
             continue
         other = optimizer.param_groups[first.setdefault(source, number)]

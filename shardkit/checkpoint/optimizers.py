@@ -87,7 +87,7 @@ def inner_of(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 def _inner_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Its state_dict(), with names in place of numbers."""
-    members = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    members = members_of(optimizer, names)
     state = optimizer.state_dict()
     state["param_groups"] = [_settings(group) | {"params": group["params"]} for group in state["param_groups"]]
     return dict(with_names(state, members))
@@ -152,6 +152,11 @@ def _described_by_itself(
 
 
 # ---- loading ----
+
+
+def members_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """The fqns of each group's parameters."""
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def parameters_by_name(optimizer: Optimizer, names: Mapping[int, str], section: str) -> dict[str, torch.Tensor]:
@@ -221,7 +226,7 @@ class _Loading:
     ) -> None:
         self.optimizer, self.section, self.state, self.saved = optimizer, section, state, saved
         self.mine = parameters_by_name(optimizer, names, section)
-        self.members = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        self.members = members_of(optimizer, names)
         self.left_out = left_out
         self.unsaved = self.mine.keys() - {fqn for group in state["groups"] for fqn in group["params"]}
         """The parameters that the saved optimizer does not have: their state stays as it is."""

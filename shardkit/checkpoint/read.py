@@ -220,13 +220,12 @@ def _share(record: Manifest, control: ControlGroup) -> list[tuple[str, int]]:
 def _object_states(live: Live, plan: Plan, saved: Saved) -> Iterator[tuple[str, Stateful, Any]]:
     """(name, object, state to load) for schedulers, registered objects and loaders; reads the tensors in the states."""
     weights = Weights.of(live.models, saved.index)
-    names = state.parameter_names(live.models, saved.index)
+    names, schedulers = state.parameter_names(live.models, saved.index), live.schedulers()
     for name, item in live.objects.items():
         if name in plan.common["objects"] and name not in plan.unlike:
             found = _decoded(item.state_dict, name, plan.common["objects"][name], saved, weights)
-            if name.startswith("scheduler."):
-                schedule = getattr(item, "scheduler", item)
-                found = optimizer_groups.schedule_state(schedule, found, live.optimizers, names, plan.common)
+            if name in schedulers:
+                found = optimizer_groups.schedule_state(schedulers[name], found, live.optimizers, names, plan.common)
             yield name, item, found
     saved_positions = positions(plan)
     for name, loader in live.loaders.items():  # last: they were checked before, so they do not fail

@@ -71,9 +71,13 @@ class Live:
         """{name: class} of the optimizers, schedulers and registered objects."""
         found: dict[str, Any] = {section_name("optim", number): item for number, item in enumerate(self.optimizers)}
         found |= {name: item for name, item in self.objects.items() if name.startswith("registered.")}
-        schedulers = {name: item for name, item in self.objects.items() if name.startswith("scheduler.")}
-        found |= {name: getattr(item, "scheduler", item) for name, item in schedulers.items()}
+        found |= self.schedulers()
         return {name: type(item).__qualname__ for name, item in found.items()}
+
+    def schedulers(self) -> dict[str, Any]:
+        """{name: the script's schedule, without the wrapper that `prepare` returns}."""
+        found = {name: item for name, item in self.objects.items() if name.startswith("scheduler.")}
+        return {name: getattr(item, "scheduler", item) for name, item in found.items()}
 
 
 @dataclass(frozen=True)
