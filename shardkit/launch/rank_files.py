@@ -15,6 +15,8 @@ from typing import Any
 PROGRESS_BYTES = 512
 """Size of a rank's progress file; it never changes, so a reader never sees a truncated file."""
 
+_encode = json.JSONEncoder(ensure_ascii=False).encode  # a phase may have 64 emoji, of four bytes each
+
 
 @dataclass(frozen=True)
 class RankProgress:
@@ -84,8 +86,7 @@ class ProgressWriter:
 
     def _write(self) -> None:
         values = (self._rank, self._local_rank, os.getpid(), *self._present, self._committed, self._is_configured)
-        text = json.dumps(values, ensure_ascii=False)  # a phase may have 64 emoji, of four bytes each
-        self._bytes[:] = text.encode(errors="replace").ljust(PROGRESS_BYTES)
+        self._bytes[:] = _encode(values).encode(errors="replace").ljust(PROGRESS_BYTES)
 
 
 def private(path: str, flags: int) -> int:

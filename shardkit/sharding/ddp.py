@@ -96,11 +96,13 @@ class Replica(DistributedDataParallel):
             return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_own = name in vars(self) or hasattr(type(self), name) or name == "module"
-        if vars(self).get("_takes_attributes", False) and not is_own:
-            setattr(self.module, name, value)
-        else:
+        own = vars(self)
+        if name in own and not isinstance(value, torch.Tensor | nn.Module):  # in each step: without torch's checks
+            own[name] = value
+        elif name in own or name == "module" or hasattr(type(self), name) or not own.get("_takes_attributes", False):
             super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of the inner model, whose class may redefine which they are."""

@@ -54,6 +54,8 @@ def take_mean_(parameters: Sequence[nn.Parameter], may_be_unused: bool) -> None:
     A rank without a gradient contributes zeros. With `may_be_unused` it gets the mean, else its gradient stays None. If
     no rank has a gradient, all stay None. Raises UsageError for sparse gradients, which do not go into one buffer.
     """
+    if not parameters:
+        return
     if any(p.grad is not None and p.grad.layout is not torch.strided for p in parameters):
         raise UsageError(
             "backward: sparse gradients are reduced only where each backward follows a forward of the prepared model "
@@ -77,8 +79,6 @@ def take_mean_(parameters: Sequence[nn.Parameter], may_be_unused: bool) -> None:
 
 def _used_anywhere(parameters: Sequence[nn.Parameter]) -> list[bool]:
     """For each parameter, whether any rank has a gradient. Collective."""
-    if not parameters:
-        return []
     flags = torch.tensor([int(p.grad is not None) for p in parameters], device=parameters[0].device)
     dist.all_reduce(flags, dist.ReduceOp.MAX)
     return [bool(flag) for flag in flags.tolist()]
