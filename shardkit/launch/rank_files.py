@@ -6,16 +6,14 @@ Both are in the run's progress folder, local to the machine. Torch-free, so that
 import json
 import mmap
 import os
+import struct
 import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-PROGRESS_BYTES = 512
-"""Size of a rank's progress file; it never changes, so a reader never sees a truncated file."""
-
-_encode = json.JSONEncoder(ensure_ascii=False).encode  # a phase may have 64 emoji, of four bytes each
+_PROGRESS = struct.Struct("=iii256sqd?q?")
+"""The fields of RankProgress in its file, whose size never changes: a reader never sees a truncated one."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,12 @@ class ProgressWriter:
         path = progress_path(folder, rank)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            reserve(descriptor, PROGRESS_BYTES)
-            self._bytes = mmap.mmap(descriptor, PROGRESS_BYTES)
+            reserve(descriptor, _PROGRESS.size)
+            self._bytes = mmap.mmap(descriptor, _PROGRESS.size)
         finally:
             os.close(descriptor)
         self._rank, self._local_rank = rank, local_rank
-        self._present: tuple[Any, ...] = ("starting", 0, time.monotonic(), False)
+        self._present = (b"starting", 0, time.monotonic(), False)
         self._committed = -1
         self._is_configured = False
         self._lock = threading.Lock()  # a background save reports its commit from a thread
@@ -69,7 +67,8 @@ class ProgressWriter:
         """Set phase and step (None: as it is). The time without progress is counted from this call."""
         with self._lock:
             step = self._present[1] if step is None else step
-            self._present = (phase[:64], step, time.monotonic(), is_watched)
+            name = phase[:64].encode(errors="replace")  # maybe 64 emoji, of four bytes each
+            self._present = (name, step, time.monotonic(), is_watched)
             self._write()
 
     def committed(self, step: int) -> None:
@@ -85,8 +84,8 @@ class ProgressWriter:
             self._write()
 
     def _write(self) -> None:
-        values = (self._rank, self._local_rank, os.getpid(), *self._present, self._committed, self._is_configured)
-        self._bytes[:] = _encode(values).encode(errors="replace").ljust(PROGRESS_BYTES)
+        who = (self._rank, self._local_rank, os.getpid())
+        self._bytes[:] = _PROGRESS.pack(*who, *self._present, self._committed, self._is_configured)
 
 
 def private(path: str, flags: int) -> int:
@@ -113,13 +112,16 @@ def read_progress(folder: Path) -> dict[int, RankProgress]:
 
 
 def _read_one(path: Path) -> RankProgress | None:
+    """None while nothing has been written."""
     for _ in range(5):  # the file may be updated while it is read
         try:
-            return RankProgress(*json.loads(path.read_bytes()))
-        except (ValueError, TypeError):
-            continue
-        except OSError:
+            record = path.read_bytes()
+            if record != path.read_bytes():
+                continue
+            rank, local_rank, pid, phase, *rest = _PROGRESS.unpack(record)
+        except (OSError, struct.error):  # struct.error: it is being created
             return None
+        return RankProgress(rank, local_rank, pid, phase.rstrip(b"\0").decode(errors="replace"), *rest) if pid else None
     return None
 
 
