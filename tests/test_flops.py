@@ -35,7 +35,10 @@ LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rop
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", SIZES),
     "gpt2": ("GPT2LMHeadModel", {"vocab_size": 96, "n_embd": 64, "n_head": 4, "n_layer": 3}),
-    "opt": ("OPTForCausalLM", SIZES | {"ffn_dim": 128, "word_embed_proj_dim": 64}),
+    "opt": (  # some versions of Transformers read values of its mask for SDPA, which has none on meta
+        "OPTForCausalLM",
+        SIZES | {"ffn_dim": 128, "word_embed_proj_dim": 64, "attn_implementation": "eager"},
+    ),
     "a decoder that attends to an encoder": ("T5ForConditionalGeneration", T5),
     "tables shared by encoder and decoder, not by the head": (
         "T5ForConditionalGeneration",
