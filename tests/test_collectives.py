@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit.distributed import collectives, control
+from shardkit.distributed import collectives, control, gradients
 from shardkit.errors import UsageError
 
 Pair = namedtuple("Pair", "left right")
@@ -232,6 +232,42 @@ def with_nan_on(bad):
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_nan_of_any_rank_is_in_a_max_and_a_min(ranks, bad):
     assert ranks.run(3, with_nan_on, bad) == [[20, 20, 20]] * 3
+
+
+def gradient_of_all_pairs(mine, whole):
+    """d/dmine of the norm of the first and second derivatives of a loss over all samples, which every rank computes."""
+    mine = {"x": mine["x"].clone().requires_grad_(), "one": mine["one"].clone().requires_grad_()}
+    x, ones = whole(mine)["x"], whole(mine)["one"]
+    loss = (x @ x.t()).pow(2).logsumexp(1).sum() * ones.float().prod()
+    (first,) = torch.autograd.grad(loss, mine["x"], create_graph=True)
+    if dist.is_initialized():  # each rank's loss is the whole one
+        first = first / dist.get_world_size()
+    (first.pow(2).sum()).backward()
+    return loss.item(), first.detach(), mine["x"].grad, mine["one"].grad
+
+
+def all_samples():
+    torch.manual_seed(0)
+    return torch.randn(6, 4, dtype=torch.float64), torch.tensor([1.5, 0.5, 2.0], dtype=torch.bfloat16)
+
+
+def of_own_samples():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x, ones = all_samples()
+    own = {"x": x.chunk(size)[rank], "one": ones[rank]}
+    loss, first, second, one = gradient_of_all_pairs(own, gradients.gather_with_gradients)
+    return loss, first.tolist(), second.tolist(), one.item(), str(one.dtype)
+
+
+def test_a_loss_of_all_samples_has_the_gradients_and_second_derivatives_of_one_process(ranks):
+    x, ones = all_samples()
+    loss, first, second, one = gradient_of_all_pairs({"x": x, "one": ones}, lambda data: data)
+    found = ranks.run(3, of_own_samples)
+    assert [rank[0] for rank in found] == [pytest.approx(loss)] * 3
+    assert [row for rank in found for row in rank[1]] == [pytest.approx(row) for row in first.tolist()]
+    assert [row for rank in found for row in rank[2]] == [pytest.approx(row) for row in second.tolist()]
+    assert [rank[3] for rank in found] == pytest.approx(one.float().tolist(), rel=0.01)
+    assert {rank[4] for rank in found} == {"torch.bfloat16"}
 
 
 def in_another_order():

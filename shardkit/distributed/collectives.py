@@ -46,8 +46,8 @@ def gather(data: Any, beside: Beside | None = None) -> Any:
     A 0-dim tensor counts as one of length 1. Collective. Raises UsageError on all ranks where shapes or structures
     differ between ranks (`pad_across_processes` makes them equal).
     """
-    _same_everywhere(data, "gather", beside)
-    return map_tensors(lambda tensor: _gather_one(_at_least_1d(tensor)), data)
+    same_everywhere(data, "gather", beside)
+    return map_tensors(lambda tensor: gather_one(_at_least_1d(tensor)), data)
 
 
 class Real(NamedTuple):
@@ -69,12 +69,12 @@ def gather_real(data: Any, real: Real | None, as_objects: bool = False, beside: 
     """
     samples, ranks = (real.samples, real.ranks) if real else (None, None)
     if as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves(data)):
-        _same_everywhere([], "gather_for_metrics", beside)
+        same_everywhere([], "gather_for_metrics", beside)
         return gather_object(data)[: samples if isinstance(data, list) else ranks]
-    _same_everywhere(data, "gather_for_metrics", beside)
+    same_everywhere(data, "gather_for_metrics", beside)
 
     def real_part(tensor: torch.Tensor) -> torch.Tensor:
-        return _gather_one(_at_least_1d(tensor))[: samples if tensor.dim() else ranks]
+        return gather_one(_at_least_1d(tensor))[: samples if tensor.dim() else ranks]
 
     return map_tensors(real_part, data)
 
@@ -82,11 +82,11 @@ def gather_real(data: Any, real: Real | None, as_objects: bool = False, beside: 
 def gather_repeated(data: Any, local: int, real: int, beside: Beside | None = None) -> Any | None:
     """As `gather`, with the first `local` values of each rank, and of these the first `real`, where each rank's 1-dim
     tensors hold one value repeated; else None. Collective; `local` may differ between ranks."""
-    _same_everywhere(data, "gather_for_metrics", beside)
-    gathered = map_tensors(lambda tensor: _gather_one(tensor).unflatten(0, (world_size(), -1)), data)
+    same_everywhere(data, "gather_for_metrics", beside)
+    gathered = map_tensors(lambda tensor: gather_one(tensor).unflatten(0, (world_size(), -1)), data)
     if not all(bool((rows == rows[:, :1]).all()) for rows in leaves(gathered)):
         return None
-    counts = _gather_one(torch.tensor([local], device=leaves(data)[0].device)).tolist()
+    counts = gather_one(torch.tensor([local], device=leaves(data)[0].device)).tolist()
     if not all(counts):
         return None
     return map_tensors(lambda rows: torch.cat([row[:n] for row, n in zip(rows, counts, strict=True)])[:real], gathered)
@@ -121,8 +121,8 @@ def reduce(
         raise UsageError(f"reduce: unknown reduction (got {reduction!r}); use mean, sum, max, min or none.")
     if reduction == "none":
         return data
-    _same_everywhere(data, "reduce", beside)
-    return map_tensors(lambda tensor: _reduce_one(tensor, reduction, scale), data)
+    same_everywhere(data, "reduce", beside)
+    return map_tensors(lambda tensor: reduce_one(tensor, reduction, scale), data)
 
 
 def mean_number(value: float) -> float:
@@ -133,7 +133,7 @@ def mean_number(value: float) -> float:
 def broadcast(data: Any, from_process: int = 0) -> Any:
     """`data` with each tensor replaced by that of rank `from_process`, on every rank. Collective."""
     _refuse_other_rank(from_process)
-    _same_everywhere(data, "broadcast")
+    same_everywhere(data, "broadcast")
     return map_tensors(lambda tensor: _broadcast_one(tensor, from_process), data)
 
 
@@ -244,7 +244,8 @@ def _is_of_all(tensor: torch.Tensor) -> bool:
     return world_size() == 1 or xla.is_xla(tensor)
 
 
-def _gather_one(tensor: torch.Tensor) -> torch.Tensor:
+def gather_one(tensor: torch.Tensor) -> torch.Tensor:
+    """All ranks' tensors of this shape, with at least one dim, concatenated along dim 0. Collective."""
     if _is_of_all(tensor):
         return tensor.clone()
     placed = _placed(tensor)
@@ -255,7 +256,8 @@ def _gather_one(tensor: torch.Tensor) -> torch.Tensor:
     return whole.to(tensor.device)
 
 
-def _reduce_one(tensor: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
+def reduce_one(tensor: torch.Tensor, reduction: str, scale: float = 1.0) -> torch.Tensor:
+    """As `reduce`, of one tensor, whose shape is the same on all ranks. Collective."""
     value = tensor.detach().to(_reduced_dtype(tensor.dtype))
     if _is_of_all(tensor):
         ranks, found = 1, value.clone()
@@ -344,7 +346,7 @@ def _device() -> torch.device:
     return torch.device("cpu" if "cpu" in str(dist.get_backend_config()) else accelerators.kind() or "cpu")
 
 
-def _same_everywhere(data: Any, what: str, beside: Beside | None = None) -> None:
+def same_everywhere(data: Any, what: str, beside: Beside | None = None) -> None:
     """Raises UsageError on all ranks where structure, shapes or dtypes differ, or what is compared beside them.
     Collective: 8 bytes a rank."""
     if world_size() == 1:

@@ -7,7 +7,7 @@ from torch import nn
 
 from shardkit.data import padding
 from shardkit.data.loader import PreparedLoader, active_loader
-from shardkit.distributed import buffers, collectives, progress
+from shardkit.distributed import buffers, collectives, gradients, progress
 from shardkit.runtime import foreign_steps
 from shardkit.runtime.eager import eager
 from shardkit.runtime.run import Run
@@ -21,10 +21,22 @@ class Communication(Topology):
     def gather(self, tensor: Any) -> Any:
         """All ranks' tensors concatenated along dim 0, on every rank; dicts, lists and tuples too. Collective.
 
-        Has no gradients; docs/concepts/loops.md says how a loss over all ranks' samples gets them."""
+        Has no gradients; `gather_with_gradients` has."""
         self._run.refuse_if_left("gather")
         self._run.accumulation.boundaries.note_meeting()
         return collectives.gather(tensor, self._run.same_data)
+
+    @eager
+    def gather_with_gradients(self, tensor: Any) -> Any:
+        """As `gather`, for a loss in which each sample is compared with those of all ranks.
+
+        A backward gives each rank's tensors the sum of the gradients of all ranks. With `accelerator.backward`, weights
+        get the gradients of one process, whether each rank computes the whole loss or the mean over its own samples.
+        Collective, and so is the backward.
+        """
+        self._run.refuse_if_left("gather_with_gradients")
+        self._run.accumulation.boundaries.note_meeting()
+        return gradients.gather_with_gradients(tensor, self._run.same_data)
 
     @eager
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

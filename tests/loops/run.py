@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -177,8 +176,7 @@ class RanksRun(Run):
         return whole.chunk(self.accelerator.num_processes)[self.accelerator.process_index].to(self.device)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        is_whole = self.device.type == "xla"
-        return part if is_whole else all_gather_tensor_autograd(part.contiguous(), 0, dist.group.WORLD)
+        return self.accelerator.gather_with_gradients(part)
 
     def loader(self, samples: int, size: int = BATCH) -> Any:
         return super().loader(samples, size // self.accelerator.num_processes)
