@@ -288,6 +288,16 @@ def test_a_script_may_leave_out_the_step_after_an_overflow(ranks, config):
     assert 0 < taken < 10 and scale == 2.0 ** (19 - (10 - taken)), "each overflow halves the scale"
 
 
+@pytest.mark.parametrize("lose", ["gather", "reduce"])
+def test_a_loss_of_what_was_gathered_without_gradients_is_refused(alone, lose):
+    accelerator = Accelerator(config={"use_cpu": True, "num_processes": 1})
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    with pytest.raises(UsageError, match=r"depends on nothing that is trained .* accelerator\.gather_with_gradients"):
+        accelerator.backward(getattr(accelerator, lose)(model(torch.ones(3, 2))).mean())
+    accelerator.backward(accelerator.gather_with_gradients(model(torch.ones(3, 2))).mean())
+    assert model.weight.grad.full_tensor().tolist() == [[1, 1]]
+
+
 def test_a_backward_between_clipping_and_step_is_told(alone):
     accelerator = Accelerator(config={"use_cpu": True, "mixed_precision": "fp16"})
     model, optimizer, loader, _ = parts(16, 8)

@@ -141,6 +141,12 @@ class Accumulation:
 
     def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
         """Computes the gradients of the loss, divided by the configured number of micro-batches, scaled under fp16."""
+        if not getattr(loss, "requires_grad", True):
+            raise UsageError(
+                "backward: the loss depends on nothing that is trained (got a tensor without requires_grad); compute "
+                "it from the prepared model's output, outside of torch.no_grad(), and with "
+                "accelerator.gather_with_gradients in place of gather or reduce, whose results have no gradients."
+            )
         refuse_sharded_inputs(arguments.get("inputs"))
         self.boundaries.before_batch()
         self.turns.before_backward()
