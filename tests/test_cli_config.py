@@ -202,6 +202,17 @@ def test_show_proves_where_each_value_comes_from(capsys, monkeypatch):
     assert "unknown setting (got nothing)" in error
     _, error = shardkit(capsys, "config", "show", "fsdp.nothing", code=2)
     assert "config show: unknown setting (got fsdp.nothing)" in error
+    for typed, meant in {
+        "fsdp.shardin": "fsdp.sharding_strategy",
+        "fsdp_config.fsdp_shard": "fsdp_config.fsdp_sharding_strategy",
+        "sharding": "fsdp.sharding_strategy",
+        "shardkit.chekpoint": "shardkit.checkpoint",
+        "chekpoint.keep": "shardkit.checkpoint.keep_last",
+        "fsdp.kep_last": "shardkit.checkpoint.keep_last",
+    }.items():
+        _, error = shardkit(capsys, "config", "show", typed, code=2)
+        assert error.endswith(f"unknown setting (got {typed}); did you mean {meant}?\n")
+        shardkit(capsys, "config", "show", meant)
     _, error = shardkit(capsys, "config", "show", "other.yaml", code=2)
     assert "config show: a file is not a setting (got other.yaml); write --config other.yaml." in error
 

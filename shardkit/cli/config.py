@@ -319,13 +319,13 @@ def _in_words(loaded: "LoadedConfig") -> str:
 
 def _names_below(key: str | None) -> list[str]:
     """The settings below a key, which may be a YAML or a Python name; all without a key."""
-    from shardkit.config.keys import all_keys, resolve_name, suggestion
+    from shardkit.config.keys import all_keys, resolve_name, suggestion_for_dotted
 
     path = () if key is None else resolve_name(key)
     if path is None and Path(str(key)).is_file():
         raise UsageError(f"config show: a file is not a setting (got {key}); write --config {key}.")
     if path is None:
-        raise UsageError(f"config show: unknown setting (got {key}); {suggestion(str(key).split('.')[0])}")
+        raise UsageError(f"config show: unknown setting (got {key}); {suggestion_for_dotted(str(key))}")
     return [name.name for place, name in all_keys().items() if place[: len(path)] == path]
 
 
