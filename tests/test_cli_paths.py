@@ -44,6 +44,15 @@ def test_a_checkpoint_that_is_the_working_folder_or_its_parent(of_one_rank, caps
     assert "give another folder" in answer(capsys, "checkpoint", "merge", typed, "-o", ".", code=3)
 
 
+@pytest.mark.parametrize("part", ["model", "model/r00000-of-00001.safetensors", "index.json", "."])
+def test_a_part_of_a_checkpoint_names_the_checkpoint(of_one_rank, capsys, monkeypatch, part):
+    step = of_one_rank / "step-00000001"
+    if part == ".":
+        monkeypatch.chdir(step / "model")
+    said = answer(capsys, "checkpoint", "inspect", part if part == "." else step / part, code=3)
+    assert said.endswith(f": is part of the checkpoint {step}; give that folder.\n")
+
+
 def test_the_folder_of_several_runs_names_them(of_one_rank, tmp_path, capsys):
     for name in ("a", "b"):
         (tmp_path / name).symlink_to(of_one_rank.parent)
