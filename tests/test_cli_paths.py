@@ -70,6 +70,9 @@ def test_a_launch_that_is_to_resume_from_several_checkpoints_names_one(of_one_ra
         said = answer(capsys, *launch, several, "train.py", code=2)
         assert f"launch: resume: {several}: a folder of checkpoints; name one of them, such as" in said
         assert f"{of_one_rank / 'step-00000002'}; or give auto for the newest one." in said
+    for part in ("model", "index.json"):
+        said = answer(capsys, *launch, of_one_rank / "step-00000001" / part, "train.py", code=2)
+        assert f"{part}: a part of a checkpoint; name the checkpoint, {of_one_rank / 'step-00000001'}; or give" in said
     for one in (of_one_rank / "step-00000001", "out/best", "auto"):
         answer(capsys, *launch, one, "train.py")
 

@@ -133,11 +133,13 @@ def checkpoints(path: Place) -> list[Place]:
         return found
 
 
-def refusal_of_series(path: Place) -> str | None:
-    """Why a path from which one state is to be loaded is none: a folder of checkpoints, or the project folder around
-    it; None for any other."""
+def refusal_of_place(path: Place) -> str | None:
+    """Why a path from which one state is to be loaded is none: a folder of checkpoints, the project folder around it,
+    or a part of a checkpoint; None for any other."""
     if manifest.is_here(path):
         return None
+    if around := _checkpoint_around(path):
+        return f"a part of a checkpoint; name the checkpoint, {around}"
     newest = [one.path for one in _steps_in(path)[1]][:1] or folder.named_otherwise(path)[-1:]
     return f"a folder of checkpoints; name one of them, such as {newest[0]}" if newest else None
 

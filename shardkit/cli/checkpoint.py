@@ -63,7 +63,7 @@ Series = Annotated[
     Any,
     typer.Argument(parser=_named, metavar="DIR", help="A folder of checkpoints, or a project folder; or its URL."),
 ]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="fp32, bf16 or fp16; by default as saved.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="fp32, bf16, fp16 or fp64; by default as saved.")]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest file, such as 5GB or 500MB.")]
 
 
