@@ -335,6 +335,12 @@ def test_every_problem_is_said_at_once_and_nothing_is_written(capsys):
         assert line in error, error
 
 
+def test_an_engine_may_be_written_in_capitals(capsys):
+    assert submit(capsys, "--to", "SLURM", "train.py") == submit(capsys, "--to", "slurm", "train.py")
+    _, error = submit(capsys, "--to", "SLURMM", "train.py", code=2)
+    assert "--to: unknown engine (got 'SLURMM'); did you mean slurm?" in error
+
+
 def test_flags_whose_variables_are_not_set_are_told(capsys):
     """A job had no time limit, or a container without an image."""
     _, error = submit(capsys, "--to", "jobset", "--time=", "--memory=", "--image=", "--resume=", "train.py", code=2)
