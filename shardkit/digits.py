@@ -2,6 +2,8 @@
 
 import re
 
+from shardkit.errors import UsageError
+
 _DIGITS = re.compile(r"\s*([0-9]{1,18})\s*")
 
 
@@ -13,3 +15,12 @@ def number_in(text: str) -> int | None:
     """
     found = _DIGITS.fullmatch(text)
     return None if found is None else int(found[1])
+
+
+def number_of_flag(flag: str, text: str | None, least: int = 1, most: int = 10**9) -> int | None:
+    """The number that was given to a flag; None: not given. Raises UsageError where it is not from `least` to `most`,
+    beyond which it is a slip, and products of such numbers are beyond floating-point ones."""
+    number = None if text is None else number_in(text)
+    if text is not None and (number is None or not least <= number <= most):
+        raise UsageError(f"{flag}: is not a whole number from {least:,} to {most:,} (got {text!r}); give one.")
+    return number

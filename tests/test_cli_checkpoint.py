@@ -682,9 +682,30 @@ def test_output_onto_a_full_disk_is_told(project, monkeypatch, capsys):
     assert capsys.readouterr().err == text
 
 
-def test_a_wrong_dtype_is_refused(project, tmp_path, capsys):
-    assert run(["checkpoint", "merge", str(project), "-o", str(tmp_path), "--dtype", "int4"]) == EXIT_CONFIG
-    assert "--dtype: unknown dtype (got 'int4'); use fp32, bf16, fp16 or fp64." in capsys.readouterr().err
+def test_all_wrong_flags_of_a_merge_are_refused_at_once_and_nothing_is_written(project, tmp_path, capsys):
+    target = tmp_path / "all.safetensors"
+    wrong = ["--dtype", "int4", "--max-shard-size", "abc"]
+    assert run(["checkpoint", "merge", str(project), "-o", str(target), *wrong]) == EXIT_CONFIG
+    assert capsys.readouterr().err.splitlines() == [
+        "--output: is a folder, which gets model.safetensors, or several files and their index "
+        f"(got {target}); give a folder, such as {tmp_path / 'all'}.",
+        "--dtype: unknown dtype (got 'int4'); use fp32, bf16, fp16 or fp64.",
+        "--max-shard-size: not a size (got 'abc'); write 5GB, 500MB, 2GiB or a number of bytes.",
+    ]
+    assert not target.exists()
+    target.mkdir()
+    called(capsys, "merge", project, "-o", target)
+
+
+def test_all_wrong_numbers_are_refused_at_once(project, capsys):
+    wrong = ["--keep-last", "0", "--keep-every", "x"]
+    assert run(["checkpoint", "prune", str(project), *wrong]) == EXIT_CONFIG
+    assert capsys.readouterr().err.splitlines() == [
+        "--keep-last: is not a whole number from 1 to 1,000,000,000 (got '0'); give one.",
+        "--keep-every: is not a whole number from 0 to 1,000,000,000 (got 'x'); give one.",
+    ]
+    assert run(["checkpoint", "convert", str(project), "-o", "x", "--step", "-1"]) == EXIT_CONFIG
+    assert "--step: is not a whole number from 0 to 999,999,999,999,999,999 (got '-1')" in capsys.readouterr().err
 
 
 def test_long_work_is_told_on_stderr(capsys):

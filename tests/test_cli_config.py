@@ -126,13 +126,12 @@ def test_from_a_file_of_one_rank_a_device_is_one_again(capsys):
         (["--defaults", "-o", "."], ".: is a folder; name a file in it."),
         (["--from", "no.yaml"], "no.yaml: there is no such file"),
         (
-            ["--from", "a", "--template", "b"],
-            "config: --from and --template exclude each other (got both); give one of them.",
-        ),
-        (
             ["--defaults", "--user", "-o", "x"],
             "config: --user and --output exclude each other (got both); give one of them.",
         ),
+        (["--defaults", "--model", "nope"], "--model: not a model (got 'nope'); give module:function,"),
+        (["--defaults", "--model", ""], "--model: not a model (got ''); give module:function,"),
+        (["--template", ""], "template: no such template or file (got '');"),
         (["--user", "-o", "x"], "config: --user and --output exclude each other (got both); give one of them."),
     ],
 )
@@ -140,6 +139,19 @@ def test_wrong_flags_are_named_in_one_line(capsys, words, message):
     _, error = shardkit(capsys, "config", *words, code=2)
     assert error.startswith(message) and len(error.splitlines()) == 1
     assert list(Path.cwd().iterdir()) == []
+
+
+def test_all_wrong_flags_are_named_at_once(capsys):
+    Path("x").write_text("mine")
+    words = ["--from", "a", "--template", "b", "--set", "c", "--model", "d", "-o", "x"]
+    _, error = shardkit(capsys, "config", *words, code=2)
+    starts = ["config: --from and --template exclude each other", "--model: ", "--set: ", "a: there is no", "x: exists"]
+    assert [line.startswith(start) for line, start in zip(error.splitlines(), starts, strict=True)] == [True] * 5
+    assert Path("x").read_text() == "mine"
+    words = ["nothing", "--config", "a", "--diff", "b", "--set", "c"]
+    _, error = shardkit(capsys, "config", "show", *words, code=2)
+    starts = ["--set: ", "a: there is no", "config show: unknown setting", "b: there is no"]
+    assert [line.startswith(start) for line, start in zip(error.splitlines(), starts, strict=True)] == [True] * 4
 
 
 def test_validate(capsys):
@@ -202,6 +214,17 @@ def test_show_proves_where_each_value_comes_from(capsys, monkeypatch):
     assert "unknown setting (got nothing)" in error
     _, error = shardkit(capsys, "config", "show", "fsdp.nothing", code=2)
     assert "config show: unknown setting (got fsdp.nothing)" in error
+    for typed, meant in {
+        "fsdp.shardin": "fsdp.sharding_strategy",
+        "fsdp_config.fsdp_shard": "fsdp_config.fsdp_sharding_strategy",
+        "sharding": "fsdp.sharding_strategy",
+        "shardkit.chekpoint": "shardkit.checkpoint",
+        "chekpoint.keep": "shardkit.checkpoint.keep_last",
+        "fsdp.kep_last": "shardkit.checkpoint.keep_last",
+    }.items():
+        _, error = shardkit(capsys, "config", "show", typed, code=2)
+        assert error.endswith(f"unknown setting (got {typed}); did you mean {meant}?\n")
+        shardkit(capsys, "config", "show", meant)
     _, error = shardkit(capsys, "config", "show", "other.yaml", code=2)
     assert "config show: a file is not a setting (got other.yaml); write --config other.yaml." in error
 

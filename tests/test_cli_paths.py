@@ -44,6 +44,15 @@ def test_a_checkpoint_that_is_the_working_folder_or_its_parent(of_one_rank, caps
     assert "give another folder" in answer(capsys, "checkpoint", "merge", typed, "-o", ".", code=3)
 
 
+@pytest.mark.parametrize("part", ["model", "model/r00000-of-00001.safetensors", "index.json", "."])
+def test_a_part_of_a_checkpoint_names_the_checkpoint(of_one_rank, capsys, monkeypatch, part):
+    step = of_one_rank / "step-00000001"
+    if part == ".":
+        monkeypatch.chdir(step / "model")
+    said = answer(capsys, "checkpoint", "inspect", part if part == "." else step / part, code=3)
+    assert said.endswith(f": is part of the checkpoint {step}; give that folder.\n")
+
+
 def test_the_folder_of_several_runs_names_them(of_one_rank, tmp_path, capsys):
     for name in ("a", "b"):
         (tmp_path / name).symlink_to(of_one_rank.parent)
@@ -61,6 +70,9 @@ def test_a_launch_that_is_to_resume_from_several_checkpoints_names_one(of_one_ra
         said = answer(capsys, *launch, several, "train.py", code=2)
         assert f"launch: resume: {several}: a folder of checkpoints; name one of them, such as" in said
         assert f"{of_one_rank / 'step-00000002'}; or give auto for the newest one." in said
+    for part in ("model", "index.json"):
+        said = answer(capsys, *launch, of_one_rank / "step-00000001" / part, "train.py", code=2)
+        assert f"{part}: a part of a checkpoint; name the checkpoint, {of_one_rank / 'step-00000001'}; or give" in said
     for one in (of_one_rank / "step-00000001", "out/best", "auto"):
         answer(capsys, *launch, one, "train.py")
 

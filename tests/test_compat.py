@@ -1156,7 +1156,8 @@ def test_migrate_changes_all_scripts_or_none(tmp_path, capsys):
 def test_migrate_of_a_folder_takes_the_scripts_below_it_that_import_accelerate(tmp_path, capsys):
     (tmp_path / "package" / "inner").mkdir(parents=True)
     (tmp_path / ".venv").mkdir()
-    for name in ("package/a.py", "package/inner/a.py", ".venv/a.py"):
+    (tmp_path / "env/lib/site-packages/trl").mkdir(parents=True)
+    for name in ("package/a.py", "package/inner/a.py", ".venv/a.py", "env/lib/site-packages/trl/a.py"):
         (tmp_path / name).write_text("from accelerate import Accelerator\nmodel = Accelerator().prepare(model)\n")
     (tmp_path / "package" / "b.py").write_text("import torch\n")
     assert run(["migrate", "--write", str(tmp_path)]) == 0
@@ -1164,6 +1165,7 @@ def test_migrate_of_a_folder_takes_the_scripts_below_it_that_import_accelerate(t
     assert "b.py" not in out and said.count(": changed.") == 2 and said.count("differs: clip_grad_norm_") <= 1
     assert (tmp_path / "package" / "inner" / "a.py").read_text().startswith("from shardkit.compat import Accelerator")
     assert (tmp_path / ".venv" / "a.py").read_text().startswith("from accelerate")
+    assert (tmp_path / "env/lib/site-packages/trl/a.py").read_text().startswith("from accelerate")
     (tmp_path / "empty").mkdir()
     assert run(["migrate", str(tmp_path / "empty")]) == 2
     assert "empty: no Python file below this folder mentions accelerate" in capsys.readouterr().err

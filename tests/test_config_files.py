@@ -244,6 +244,13 @@ def test_everything_that_is_wrong_is_told_at_once_with_its_place(tmp_path):
     ]
 
 
+def test_the_names_known_in_a_block_are_listed_once(tmp_path):
+    lines = problems("alpha: 1\nfsdp_config:\n  beta: 1\n  gamma: 2\ndelta: 1\nsharding: full\n", tmp_path)
+    assert len(lines) == 5 and lines.pop().endswith("did you mean fsdp_config.fsdp_sharding_strategy?")
+    listed = [line.split("known here: ")[1].split(",")[0] for line in lines]
+    assert listed == ["command_file", "fsdp_activation_checkpointing", "as above", "as above"]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -116,7 +116,8 @@ def test_problems_of_all_sources_are_told_at_once(project, monkeypatch):
     with pytest.raises(ConfigError) as raised:
         files.resolve(settings={"mixed_precision": "bf17", "sharding_strategy": "1", "fsdp": "1"}, folder=project)
     assert sorted(line.replace(f"{project}/", "") for line in raised.value.problems) == [
-        "$SHARDKIT_SET_FSDP__OFFLOAD_PARMS: unknown setting (got fsdp.offload_parms); did you mean offload_params?",
+        "$SHARDKIT_SET_FSDP__OFFLOAD_PARMS: unknown setting (got fsdp.offload_parms); "
+        "did you mean fsdp.offload_params?",
         "--set fsdp: fsdp is a block of settings; set one of them, such as fsdp.fsdp_version.",
         "--set mixed_precision: is not one of the choices (got 'bf17'); did you mean bf16?",
         "--set sharding_strategy: unknown setting (got sharding_strategy); did you mean fsdp.sharding_strategy?",

@@ -55,7 +55,7 @@ def test_what_a_machine_lacks_is_found_with_what_to_change(tmp_path):
     assert machine.disk(tmp_path, 1 << 20).check == "disk"
     assert not list(tmp_path.glob(".shardkit-doctor*"))
     refused = machine.disk(tmp_path / "file", 1 << 20)
-    assert (refused.level, "cannot be written" in refused.found) == (Level.ERROR, True)
+    assert (refused.level, refused.found) == (Level.ERROR, f"{tmp_path / 'file'} is a file")
     small = machine.shared_memory(1 << 30, tmp_path)
     assert small.level is Level.WARNING and "--shm-size" in small.change
     assert machine.threads(config(num_processes=4), Machine((), 2)).level is Level.WARNING

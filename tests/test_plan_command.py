@@ -505,9 +505,10 @@ def test_a_batch_of_ones_own_is_named_and_has_no_other_size(monkeypatch):
 
 def test_all_wrong_flags_are_reported_at_once_before_the_model_is_read(capsys):
     wrong = {"--find": "cheapest", "--loss": "lost", "--ema": "half", "--optimizer": "adamq", "--plot": "a.bmp"}
+    wrong |= {"--world": "0", "--per-machine": "many", "--batch-size": "-1", "--seq-len": "1.5", "--network": "inf"}
     wrong |= {"--device": "abacus", "--memory": "much", "--strategy": "9", "--measured": "nothing"}
     arguments = [word for pair in wrong.items() for word in pair]
-    code, err = refused(capsys, "--model", "missing:model", "--world", "2", "--exact", *arguments)
+    code, err = refused(capsys, "--model", "missing:model", "--exact", *arguments)
     assert code == 2
     unreported = [flag for flag in (*wrong, "--exact") if f"{flag}:" not in err and f"{flag} " not in err]
     assert not unreported, err

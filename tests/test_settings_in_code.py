@@ -73,7 +73,7 @@ def test_the_checks_are_those_of_the_file():
     with pytest.raises(ConfigError) as caught:
         accelerator(kwargs_handlers=[Says(shardkit__ddp__comm_hok="fp16", fsdp_config=1, num_processes=2)])
     lines = str(caught.value).splitlines()
-    assert lines[0].endswith("unknown setting (got shardkit.ddp.comm_hok); did you mean comm_hook?")
+    assert lines[0].endswith("unknown setting (got shardkit.ddp.comm_hok); did you mean shardkit.ddp.comm_hook?")
     assert "fsdp_config is a block of settings" in lines[1]
     assert "num_processes: is read before the script runs (got 2)" in lines[2]
     with pytest.raises(ConfigError) as caught:

@@ -2,13 +2,21 @@
 
 import shutil
 import signal
+from importlib.util import find_spec
 
 import pytest
 import torch.distributed as dist
 
 from shardkit.checkpoint import folder, in_store, locate, manifest, retention, verify
 from shardkit.cli.main import run
-from shardkit.errors import EXIT_CHECKPOINT, CheckpointError, CheckpointSaveError, CheckpointUnreachable, UsageError
+from shardkit.errors import (
+    EXIT_CHECKPOINT,
+    EXIT_MACHINE,
+    CheckpointError,
+    CheckpointSaveError,
+    CheckpointUnreachable,
+    UsageError,
+)
 from shardkit.runtime import saving
 from shardkit.runtime.objects import save as save_file
 from shardkit.storage import objects
@@ -358,3 +366,10 @@ def test_a_file_of_a_script_is_refused_in_words(tmp_path):
     with pytest.raises(UsageError, match="give a file on a disk"):
         save_file({"a": 1}, "s3://bucket/a.json")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(find_spec("smbprotocol") is not None, reason="the package is there")
+def test_a_store_whose_package_is_missing_is_told_in_fsspecs_words(capsys):
+    assert run(["checkpoint", "inspect", "smb://host/folder"]) == EXIT_MACHINE
+    told = capsys.readouterr().err
+    assert ": smb:// needs a package that is missing (SMB requires " in told and told.endswith("; install it.\n")

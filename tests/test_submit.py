@@ -274,8 +274,8 @@ def test_the_plans_numbers(capsys):
     _, notes = submit(capsys, "--to", "slurm", *large, "train.py")
     assert "note: by the plan a rank needs" in notes and "shardkit plan --model" in notes
     assert re.search(r"stop_timeout_s is 120; add --set shardkit.launch.stop_timeout_s=\d+\.", notes)
-    _, error = submit(capsys, "--to", "slurm", "--steps", "5", "train.py", code=2)
-    assert "--steps: is for the plan, which needs a model (got none); add --model." in error
+    _, error = submit(capsys, "--to", "slurm", "--steps", "5", "--seq-len", "8", "train.py", code=2)
+    assert "--seq-len, --steps: for the plan, which needs a model (got none); add --model." in error
 
 
 # nothing is lost in quotes
@@ -313,6 +313,7 @@ def test_every_problem_is_said_at_once_and_nothing_is_written(capsys):
     Path("shardkit.yaml").write_text("num_processes: many\nmixd_precision: bf16\nnum_machines: 2\n")
     Path("job.sh").write_text("mine")
     words = ["--time", "soon", "--memory", "big", "--device", "h1", "--option", "=x", "--image", "i", "-o", "job.sh"]
+    words += ["--cpus", "0", "--batch-size", "-1", "--seq-len", "x", "--steps", "0"]
     _, error = submit(capsys, "--to", "slurmm", *words, "--submit", "trian.py", code=2)
     assert Path("job.sh").read_text() == "mine"
     for line in (
@@ -325,9 +326,19 @@ def test_every_problem_is_said_at_once_and_nothing_is_written(capsys):
         "--memory: not a size (got 'big'); write 500GiB.",
         "--device: unknown (got 'h1');",
         "--option: not KEY=VALUE (got '=x')",
+        "--cpus: is not a whole number from 1 to 1,000,000,000 (got '0'); give one.",
+        "--batch-size: is not a whole number from 1 to 1,000,000,000 (got '-1'); give one.",
+        "--seq-len: is not a whole number from 1 to 1,000,000,000 (got 'x'); give one.",
+        "--steps: is not a whole number from 1 to 1,000,000,000 (got '0'); give one.",
         "errors. Nothing was written or submitted.",
     ):
         assert line in error, error
+
+
+def test_an_engine_may_be_written_in_capitals(capsys):
+    assert submit(capsys, "--to", "SLURM", "train.py") == submit(capsys, "--to", "slurm", "train.py")
+    _, error = submit(capsys, "--to", "SLURMM", "train.py", code=2)
+    assert "--to: unknown engine (got 'SLURMM'); did you mean slurm?" in error
 
 
 def test_flags_whose_variables_are_not_set_are_told(capsys):

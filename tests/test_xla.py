@@ -176,7 +176,7 @@ def test_names_of_machines_sudo_and_a_file_of_commands(tmp_path):
 
 def test_what_a_pod_lacks_is_said_at_once():
     text = "\n".join(pod.problems(config(tpu_vm=["x"], num_machines=2, command_file="no.sh")))
-    for part in ("tpu_vm has 1 machines (got num_machines 2)", "does not exist (got no.sh)"):
+    for part in ("tpu_vm has 1 machine (got num_machines 2)", "does not exist (got no.sh)"):
         assert part in text
     assert "needs the name of the TPU (got none); write tpu_name." in pod.problems(config())[0]
 

@@ -31,6 +31,7 @@ TEMPORARY = ".tmp-export-"
 # Dtype names of the safetensors format by the names that users give.
 _DTYPES = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16", "bf16": "BF16", "bfloat16": "BF16"}
 _DTYPES |= {"fp64": "F64", "float64": "F64"}
+_OF_FILES = {".safetensors", ".bin", ".pt", ".pth"}
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ class Opened:
     hold: int = -1
 
 
-def size_in_bytes(size: str | int) -> int:
+def size_in_bytes(size: str | int, caller: str = "max_shard_size") -> int:
     """The bytes of a size such as 5GB (10^9 bytes), 512MiB (2^20) or a number of bytes; UsageError for other text."""
     bytes_ = sizes.read_bytes_or_number(str(size))
     if not bytes_:
-        raise UsageError(f"max_shard_size: not a size (got {size!r}); write 5GB, 500MB, 2GiB or a number of bytes.")
+        raise UsageError(f"{caller}: not a size (got {size!r}); write 5GB, 500MB, 2GiB or a number of bytes.")
     return bytes_
 
 
@@ -72,6 +73,16 @@ def dtype_named(given: object, caller: str) -> str:
     if name not in _DTYPES:
         raise UsageError(f"{caller}: unknown dtype (got {given!r}); use fp32, bf16, fp16 or fp64.")
     return _DTYPES[name]
+
+
+def folder_named(given: Path, caller: str) -> Path:
+    """The folder to export into. UsageError for the name of a file, whose folder would get that name."""
+    if given.suffix.lower() in _OF_FILES and not given.is_dir():
+        raise UsageError(
+            f"{caller}: is a folder, which gets model.safetensors, or several files and their index (got {given}); "
+            f"give a folder, such as {given.with_suffix('')}."
+        )
+    return given
 
 
 def plan(

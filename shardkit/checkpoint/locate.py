@@ -52,6 +52,8 @@ def _none_at(path: Place, others: list[Place]) -> CheckpointError:
         what = "is a single checkpoint; give the folder that contains the checkpoints of a run"
     elif not (objects.is_there(path) if isinstance(path, Url) else disk.is_there(path)):
         what = "no such folder; give a project folder or a folder of checkpoints"
+    elif around := _checkpoint_around(path):
+        what = f"is part of the checkpoint {around}; give that folder"
     elif not isinstance(path, Url) and path.is_file():
         what = "is a file; give a project folder or a folder of checkpoints"
     elif manifest.is_to_convert(path):
@@ -62,6 +64,14 @@ def _none_at(path: Place, others: list[Place]) -> CheckpointError:
         what = f"contains no step-* folder, and neither does its folder {SERIES}; give the folder of a run"
         what += f", such as {', '.join(runs)}" if (runs := _runs_in(path)) else ""
     return CheckpointError(f"checkpoint: {path}: {what}.")
+
+
+def _checkpoint_around(path: Place) -> Path | None:
+    """The checkpoint of which this is a file or a folder; None where it is of none."""
+    if isinstance(path, Url):
+        return None
+    above = (path if path.name else path.absolute()).parents  # `.` has none
+    return next((folder for folder in above[:2] if _is_checkpoint(folder)), None)
 
 
 def _runs_in(path: Place, most: int = 3) -> list[str]:
@@ -123,11 +133,13 @@ def checkpoints(path: Place) -> list[Place]:
         return found
 
 
-def refusal_of_series(path: Place) -> str | None:
-    """Why a path from which one state is to be loaded is none: a folder of checkpoints, or the project folder around
-    it; None for any other."""
+def refusal_of_place(path: Place) -> str | None:
+    """Why a path from which one state is to be loaded is none: a folder of checkpoints, the project folder around it,
+    or a part of a checkpoint; None for any other."""
     if manifest.is_here(path):
         return None
+    if around := _checkpoint_around(path):
+        return f"a part of a checkpoint; name the checkpoint, {around}"
     newest = [one.path for one in _steps_in(path)[1]][:1] or folder.named_otherwise(path)[-1:]
     return f"a folder of checkpoints; name one of them, such as {newest[0]}" if newest else None
 

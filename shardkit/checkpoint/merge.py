@@ -26,17 +26,15 @@ def merge(
     checkpoint: Checkpoint,
     folder: Path,
     dtype: str | None = None,
-    max_shard_size: str | int = "5GB",
+    max_shard_bytes: int = 5 * 10**9,
     on_bytes: OnBytes = lambda count: None,
 ) -> dict[Path, list[ExportFile]]:
     """Write every model of a checkpoint as safetensors, and return the files by folder. If any digest differs, nothing
-    is published.
+    is published. `dtype`: of `export.dtype_named`, for floating-point tensors; None: as saved.
 
     The first model is written to `folder`, further ones to `folder/model_1`, ... `on_bytes` is called with the number
     of bytes just read.
     """
-    limit = export.size_in_bytes(max_shard_size)
-    target = None if dtype is None else export.dtype_named(dtype, "--dtype")
     sections = [name for name in checkpoint.index.sections if layout.is_model(name)]
     if not any(checkpoint.index.sections[name] for name in sections):
         added = of_hooks(checkpoint)
@@ -46,7 +44,7 @@ def merge(
     with ExitStack() as stack:
         for section in sections:
             where = folder if section == "model" else folder / section
-            written[where] = _begin(checkpoint, section, where, target, limit)
+            written[where] = _begin(checkpoint, section, where, dtype, max_shard_bytes)
             stack.callback(export.discard, written[where])
             _copy(checkpoint, section, written[where], on_bytes)
         for opened in written.values():  # only after the digests of all models have been checked

@@ -14,7 +14,9 @@ from shardkit import sizes
 from shardkit.cli import HELP, checkpoint_text
 from shardkit.cli.advice import ADVICE
 from shardkit.cli.progress import Progress
+from shardkit.digits import number_of_flag
 from shardkit.errors import EXIT_CHECK_FAILED, CheckpointCorrupted, CheckpointError
+from shardkit.problems import Problems
 from shardkit.storage.url import Place, Url, place_of
 from shardkit.wording import counted
 
@@ -61,7 +63,7 @@ Series = Annotated[
     Any,
     typer.Argument(parser=_named, metavar="DIR", help="A folder of checkpoints, or a project folder; or its URL."),
 ]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="fp32, bf16 or fp16; by default as saved.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="fp32, bf16, fp16 or fp64; by default as saved.")]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest file, such as 5GB or 500MB.")]
 
 
@@ -245,10 +247,16 @@ def merge(
     from shardkit.checkpoint.merge import merge as merge_into
     from shardkit.checkpoint.merge import model_bytes, models_before, of_hooks, values_left_out
 
+    problems = Problems()
+    problems.of(export.folder_named, output, "--output")
+    target = None if dtype is None else problems.of(export.dtype_named, dtype, "--dtype")
+    limit = problems.of(export.size_in_bytes, max_shard_size, "--max-shard-size")
+    problems.raise_all()
+    assert limit is not None
     found = locate.checkpoint(path)
     left_out = values_left_out(found)  # reads the checkpoint: before anything is written
     with _as_checkpoint_error(), Progress("merged", model_bytes(found)) as progress:
-        written = merge_into(found, output, dtype, max_shard_size, progress.add)
+        written = merge_into(found, output, target, limit, progress.add)
     rows: list[dict[str, Any]] = [
         {"folder": str(where), "files": [file.name for file in files], "bytes": export.total_bytes(files)}
         for where, files in written.items()
@@ -298,8 +306,10 @@ def pin(
 @app.command()
 def prune(
     path: Series,
-    keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="How many of the newest to keep.")],
-    keep_every: Annotated[int, typer.Option("--keep-every", min=0, help="Also keep multiples of so many steps.")] = 0,
+    keep_last: Annotated[str, typer.Option("--keep-last", metavar="N", help="How many of the newest to keep.")],
+    keep_every: Annotated[
+        str, typer.Option("--keep-every", metavar="N", help="Also keep multiples of so many steps.")
+    ] = "0",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted, delete nothing.")] = False,
     as_json: AsJson = False,
 ) -> int:
@@ -310,8 +320,13 @@ def prune(
     from shardkit.checkpoint import locate
     from shardkit.cli import pruning
 
+    problems = Problems()
+    newest = problems.of(number_of_flag, "--keep-last", keep_last)
+    multiples = problems.of(number_of_flag, "--keep-every", keep_every, 0)
+    problems.raise_all()
+    assert newest is not None and multiples is not None
     with _as_checkpoint_error():
-        result = pruning.prune(locate.series(path), keep_last, keep_every, dry_run, lambda found: _damages(found)[0])
+        result = pruning.prune(locate.series(path), newest, multiples, dry_run, lambda found: _damages(found)[0])
     if as_json:
         print(json.dumps(result, indent=2))
     else:
@@ -337,7 +352,7 @@ def convert(
             help="The folder of checkpoints, or the project folder, to add it to.",
         ),
     ],
-    step: Annotated[int | None, typer.Option(min=0, help="Its step; by default the optimizer's.")] = None,
+    step: Annotated[str | None, typer.Option(metavar="N", help="Its step; by default the optimizer's.")] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -352,9 +367,10 @@ def convert(
     from shardkit.checkpoint.convert import convert as convert_into
     from shardkit.model.sources import describe_prepared
 
+    number = number_of_flag("--step", step, 0, 10**18 - 1)
     prepared = None if model is None else describe_prepared(model)
     with _as_checkpoint_error():
-        done = convert_into(source, output, step, prepared, weights_only)
+        done = convert_into(source, output, number, prepared, weights_only)
     if as_json:
         print(json.dumps({**done.__dict__, "path": str(done.path)}, indent=2))
         return 0

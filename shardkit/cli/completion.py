@@ -102,7 +102,7 @@ def _values() -> dict[tuple[str, str], list[str]]:
         ("*", "--accelerates-meaning"): differences.choices(),
         ("config", "--to"): ["accelerate"],
         ("submit", "--to"): list(ENGINES),
-        ("*", "--dtype"): ["fp32", "bf16", "fp16"],
+        ("*", "--dtype"): ["fp32", "bf16", "fp16", "fp64"],
     }
 
 

@@ -10,6 +10,7 @@ import typer
 
 from shardkit.cli import HELP, options
 from shardkit.errors import ConfigError, UsageError
+from shardkit.problems import Problems
 from shardkit.wording import counted
 
 if TYPE_CHECKING:
@@ -48,16 +49,25 @@ def config(
     """Create a shardkit.yaml by answering a few questions; with --defaults, --set, --template or --from from flags."""
     if context.invoked_subcommand is not None:
         return 0
-    if source and template:
-        raise UsageError("config: --from and --template exclude each other (got both); give one of them.")
+    problems = Problems()
+    if source and template is not None:
+        problems.add("config: --from and --template exclude each other (got both); give one of them.")
     if user and output:
-        raise UsageError("config: --user and --output exclude each other (got both); give one of them.")
-    if defaults or settings or source or template:
+        problems.add("config: --user and --output exclude each other (got both); give one of them.")
+    if defaults or settings or source or template is not None:
         target = _target(output, user)
-        start, note = _start(source, template, _settings(settings))
+        problems.add(_problem_of_model(model))
+        given = problems.of(_settings, settings)
+        started = problems.of(_start, source, template, given or {})
+        if not dry_run and not user:
+            problems.add(target_problem(target, force))
+        problems.raise_all()
+        assert started is not None
+        start, note = started
         _save(start, target, source, model, force, dry_run)
         print(note, end="", file=sys.stderr)
         return 0
+    problems.raise_all()
     from shardkit.wizard.run import WizardOptions, run_wizard
 
     return run_wizard(WizardOptions(model, output, force, dry_run, user, plain, no_input))
@@ -115,12 +125,17 @@ def show(
 
     from shardkit.config.files import read, resolve
 
-    loaded = resolve(file, _settings(settings))
+    problems = Problems()
+    given = problems.of(_settings, settings)
+    loaded = problems.of(resolve, file, given or {})
+    names = problems.of(_names_below, key)
+    other = None if diff is None else problems.of(read, diff)
+    problems.raise_all()
+    assert loaded is not None and names is not None
     name = loaded.path or f"no file; defaults for this machine{_of_accelerate()}"
     print(f"configuration: {name}", file=sys.stderr)
-    names = _names_below(key)
-    if diff is not None:
-        found = _difference(loaded.config, read(diff).config, names)
+    if other is not None:
+        found = _difference(loaded.config, other.config, names)
         if as_json:
             rows = {name: {"here": here, "other": other} for name, here, other in found}
             print(json.dumps(to_jsonable_python(rows), indent=2))
@@ -213,6 +228,15 @@ def _start(source: Path | None, template: str | None, settings: dict[str, str]) 
         return files.overlaid(start, settings) if settings else start, ""
     loaded = files.suggest(settings)
     return loaded.config, _note_on_device(loaded)
+
+
+def _problem_of_model(model: str | None) -> str | None:
+    """Why a text is not the name of a model, by its form; None if it may be one."""
+    from shardkit.model import sources
+
+    if model is None or (model and sources.has_form(model, Path.cwd())):
+        return None
+    return f"--model: not a model (got {model!r}); give {sources.FORMS}."
 
 
 def _note_on_device(loaded: "LoadedConfig") -> str:
@@ -319,13 +343,13 @@ def _in_words(loaded: "LoadedConfig") -> str:
 
 def _names_below(key: str | None) -> list[str]:
     """The settings below a key, which may be a YAML or a Python name; all without a key."""
-    from shardkit.config.keys import all_keys, resolve_name, suggestion
+    from shardkit.config.keys import all_keys, resolve_name, suggestion_for_dotted
 
     path = () if key is None else resolve_name(key)
     if path is None and Path(str(key)).is_file():
         raise UsageError(f"config show: a file is not a setting (got {key}); write --config {key}.")
     if path is None:
-        raise UsageError(f"config show: unknown setting (got {key}); {suggestion(str(key).split('.')[0])}")
+        raise UsageError(f"config show: unknown setting (got {key}); {suggestion_for_dotted(str(key))}")
     return [name.name for place, name in all_keys().items() if place[: len(path)] == path]
 
 

@@ -239,7 +239,7 @@ def _problem_of_series(config: Any) -> list[str]:
     from shardkit.checkpoint import locate
 
     with suppress(ShardkitError, OSError):  # what cannot be read here
-        refusal = locate.refusal_of_series(place_of(resume))
+        refusal = locate.refusal_of_place(place_of(resume))
         return [f"launch: resume: {resume}: {refusal}; or give auto for the newest one."] if refusal else []
     return []
 

@@ -15,9 +15,6 @@ def path_of(given: str) -> Path:
 PATH: Any = {"parser": path_of, "metavar": "PATH"}
 """For typer: a file or folder."""
 
-MOST = 10**9
-"""Of what a command counts: more is a slip, and its products are beyond floating-point numbers."""
-
 Script = Annotated[list[str] | None, typer.Argument(metavar="SCRIPT ARGUMENTS", show_default=False)]
 Module = Annotated[str | None, typer.Option("-m", "--module", help="Run a module instead of a script.")]
 ConfigFile = Annotated[

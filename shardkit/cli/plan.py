@@ -28,10 +28,10 @@ def plan(
         ),
     ] = None,
     world: Annotated[
-        int | None, typer.Option(min=1, max=1_000_000, help="Total number of ranks; by default from the file.")
+        str | None, typer.Option(metavar="N", help="Total number of ranks; by default from the file.")
     ] = None,
     per_machine: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="Ranks per machine; by default that of the file, or 8.")
+        str | None, typer.Option(metavar="N", help="Ranks per machine; by default that of the file, or 8.")
     ] = None,
     device: Annotated[
         str | None,
@@ -43,13 +43,11 @@ def plan(
         str | None, typer.Option(help="Memory of one device if it differs from the table: 94GiB.")
     ] = None,
     network: Annotated[
-        float | None, typer.Option(min=0.1, help="Total Gb/s of one machine's network adapters.")
+        str | None, typer.Option(metavar="N", help="Total Gb/s of one machine's network adapters.")
     ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, max=options.MOST, help="Sequences per micro-batch and rank.")
-    ] = None,
+    batch_size: Annotated[str | None, typer.Option(metavar="N", help="Sequences per micro-batch and rank.")] = None,
     seq_len: Annotated[
-        int | None, typer.Option(min=1, max=options.MOST, help="Tokens per sequence; by default the model's maximum.")
+        str | None, typer.Option(metavar="N", help="Tokens per sequence; by default the model's maximum.")
     ] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd, momentum, adafactor, ...")] = "adamw",
     strategy: Annotated[
@@ -88,6 +86,7 @@ def plan(
     """Estimate memory and traffic of training for every strategy, what fits, and what to change."""
     from shardkit.config.files import find as find_file
     from shardkit.config.schema import Config
+    from shardkit.digits import number_of_flag
     from shardkit.plan import measured as measurement
     from shardkit.plan import picture, request
     from shardkit.plan.activations import Loss
@@ -109,8 +108,13 @@ def plan(
     if plot is not None:
         problems.of(picture.check, plot)
     name = problems.of(request.model_name, of or model, path)
+    ranks = problems.of(number_of_flag, "--world", world, 1, 1_000_000)
+    ranks_of_each = problems.of(number_of_flag, "--per-machine", per_machine, 1, 4096)
+    sequences = problems.of(number_of_flag, "--batch-size", batch_size)
+    tokens = problems.of(number_of_flag, "--seq-len", seq_len)
+    gigabits = problems.of(request.network_speed, network)
     one_strategy = None if _is_every(strategy) else strategy
-    resolved = problems.of(request.configuration, path, settings or [], one_strategy, world, per_machine, device)
+    resolved = problems.of(request.configuration, path, settings or [], one_strategy, ranks, ranks_of_each, device)
     planned_device = problems.of(request.device_of, resolved or Config(), device, memory)
     problems.raise_all()
     assert name and resolved and planned_device and optimizer_name and logits and averages
@@ -118,13 +122,13 @@ def plan(
         resolved,
         name,
         planned_device,
-        per_machine=per_machine,
+        per_machine=ranks_of_each,
         optimizer=optimizer_name,
-        batch_size=batch_size,
-        seq_len=seq_len,
+        batch_size=sequences,
+        seq_len=tokens,
         loss=logits,
         ema=averages,
-        network=network,
+        network=gigabits,
         file=None if of or model else path,
     )
     if path is not None and config is None:

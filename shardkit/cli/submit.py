@@ -41,7 +41,7 @@ def submit(
     name: Annotated[str | None, typer.Option(help="Name of the job; default: that of the script.")] = None,
     time: Annotated[str | None, typer.Option(help="Time limit: 4h, 90m, 1d12h or 1-12:00:00.")] = None,
     cpus: Annotated[
-        int | None, typer.Option(min=1, help="Cores per machine; default: 8 per GPU, or 1 per rank on the CPU.")
+        str | None, typer.Option(metavar="N", help="Cores per machine; default: 8 per GPU, or 1 per rank on the CPU.")
     ] = None,
     memory: Annotated[str | None, typer.Option(help="Host memory of each machine, e.g. 500GiB.")] = None,
     device: Annotated[str | None, typer.Option(help="GPU type, by its name in shardkit plan: h100-80.")] = None,
@@ -72,14 +72,12 @@ def submit(
         str | None, typer.Option(help="Model to plan for, as in shardkit plan; default: the one in the file.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, max=options.MOST, help="For the plan: sequences in a micro-batch.")
+        str | None, typer.Option(metavar="N", help="For the plan: sequences in a micro-batch.")
     ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option(min=1, max=options.MOST, help="For the plan: tokens in a sequence.")
-    ] = None,
+    seq_len: Annotated[str | None, typer.Option(metavar="N", help="For the plan: tokens in a sequence.")] = None,
     steps: Annotated[
-        int | None,
-        typer.Option(min=1, max=options.MOST, help="Optimizer steps of the run; sets the time limit from the plan."),
+        str | None,
+        typer.Option(metavar="N", help="Optimizer steps of the run; sets the time limit from the plan."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the job to this file.", **options.PATH)

@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -74,15 +75,18 @@ def _replace(lines: list[str], node: ast.stmt | ast.alias, old: str, new: str) -
 
 
 def scripts(given: Sequence[Path]) -> list[Path]:
-    """The files to change; of a folder those below it, hidden folders aside, that mention Accelerate."""
+    """The files to change; of a folder those below it that mention Accelerate, hidden folders and packages that are
+    installed there aside."""
     found = [path for one in given for path in (_below(one) if one.is_dir() else [one])]
     return list(dict.fromkeys(found))
 
 
 def _below(folder: Path) -> list[Path]:
-    inside = sorted(path for path in folder.rglob("*.py") if path.is_file())
-    shown = [path for path in inside if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    found = [path for path in shown if _mentions_accelerate(path)]
+    inside: list[Path] = []
+    for where, folders, names in os.walk(folder):  # leaves out folders that cannot be read
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "site-packages"]
+        inside += [Path(where, name) for name in names if name.endswith(".py") and not name.startswith(".")]
+    found = [path for path in sorted(inside) if path.is_file() and _mentions_accelerate(path)]
     if not found:
         raise UsageError(f"migrate: {folder}: no Python file below this folder mentions accelerate; name the scripts.")
     return found

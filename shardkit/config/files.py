@@ -23,7 +23,7 @@ from pydantic_core import to_jsonable_python
 
 from shardkit import env
 from shardkit.config import document, hardware_defaults, validation, yaml_text
-from shardkit.config.keys import all_keys, value_at
+from shardkit.config.keys import KNOWN, all_keys, value_at
 from shardkit.config.layers import Layer, Origin, combine, environment_layer, file_layer, flag_layer
 from shardkit.config.schema import Config
 from shardkit.digits import number_in
@@ -312,9 +312,16 @@ def _loaded(layer: Layer, path: Path | None) -> LoadedConfig:
 
 
 def raise_problems(problems: list[str]) -> None:
-    """Raises ConfigError with the problems in line order."""
-    if problems:
-        raise ConfigError(_ordered(problems))
+    """Raises ConfigError with the problems in line order. The names known in a block are listed once."""
+    if not problems:
+        return
+    lines, listed = _ordered(problems), set[str]()
+    for number, line in enumerate(lines):
+        said, _, names = line.partition(KNOWN)
+        if names in listed:
+            lines[number] = f"{said}{KNOWN}as above"
+        listed |= {names} - {""}
+    raise ConfigError(lines)
 
 
 def _ordered(lines: list[str]) -> list[str]:

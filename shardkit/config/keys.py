@@ -1,6 +1,6 @@
 """Names of all settings: clean ones in Python, Accelerate's in the YAML, and older spellings that are read."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from shardkit.config.schema import Config, Section
 
 Path = tuple[str, ...]
+KNOWN = "known here: "
 
 # Other accepted spellings; canonical ones are written. By section name in the YAML.
 SYNONYMS: dict[str, dict[str, str]] = {
@@ -106,20 +107,46 @@ def resolve_name(dotted: str) -> Path | None:
 
 def whole_name(part: str) -> str | None:
     """The full name of the setting whose name ends like this, such as `keep_last` or `checkpoint.keep_last`, in either
-    spelling, allowing typos; None if nothing is near."""
-    ends: dict[str, str] = {}
+    spelling, allowing typos and a missing end; None if nothing is near."""
+    near = _begun(part, _ends()) or get_close_matches(part.lower(), _ends(), 1, 0.75)
+    return _ends()[near[0]] if near else None
+
+
+@cache
+def _ends() -> dict[str, str]:
+    """Ends of the settings' dotted names, in either spelling -> the full name."""
+    found: dict[str, str] = {}
     for key in all_keys().values():
         for path in (key.path, key.yaml_path):
             for start in range(len(path)):
-                ends.setdefault(".".join(path[start:]), key.name)
-    near = get_close_matches(part.lower(), ends, 1, 0.75)
-    return ends[near[0]] if near else None
+                found.setdefault(".".join(path[start:]), key.name)
+    return found
 
 
-def suggestion(name: str, section: Path = ()) -> str:
-    """The advice for an unknown name in a block: the nearest name, or where it belongs."""
+def _begun(name: str, known: Mapping[str, object]) -> list[str]:
+    """The name that begins like this; empty if it is none, or several with different meanings, or a short beginning."""
+    found = [each for each in known if each.startswith(name.lower())] if len(name) > 3 else []
+    return found[:1] if len({known[each] for each in found}) == 1 else []
+
+
+def suggestion_for_dotted(name: str) -> str:
+    """The advice for an unknown dotted name, of a setting or a block: the nearest one, as it may be typed."""
+    section: Path = ()
+    start, (typed, *rest) = "", name.split(".")
+    while rest and (inner := names_in(section).get(typed, ())) in sections():
+        section, start, (typed, *rest) = inner, f"{start}{typed}.", rest
+    if (rest or not start) and (meant := whole_name(name)):
+        return f"did you mean {meant}?"
+    return suggestion(typed, section, start)
+
+
+def suggestion(name: str, section: Path = (), start: str = "") -> str:
+    """The advice for an unknown name in a block: the nearest name, after the `start` of a dotted one, or where it
+    belongs."""
     here = names_in(section)
-    near = get_close_matches(name.lower(), here, 1, 0.75)
+    near = _begun(name, here)
+    if not near and not _begun(name, _ends()):
+        near = get_close_matches(name.lower(), here, 1, 0.75)
     elsewhere = [block for block in [(), *sections()] if block != section and name in names_in(block)]
     if not near and not elsewhere and (meant := whole_name(name)):
         return f"did you mean {'.'.join(all_keys()[tuple(meant.split('.'))].yaml_path)}?"
@@ -128,9 +155,8 @@ def suggestion(name: str, section: Path = ()) -> str:
         return f"it belongs in the block {block}" if block else "it belongs at the top level"
     near = near or get_close_matches(name.lower(), here, 1, 0.6)
     if near:
-        written = _spelling_near(near[0], name, section)
-        return f"did you mean {written}?"
-    return f"known here: {', '.join(_written(section))}"
+        return f"did you mean {start}{_spelling_near(near[0], name, section)}?"
+    return f"{KNOWN}{', '.join(_written(section))}"
 
 
 def nearest(value: Any, choices: Iterable[str]) -> str:

@@ -11,7 +11,16 @@ import yaml
 
 from shardkit import env
 from shardkit.config import accelerate_keys, document
-from shardkit.config.keys import Path, all_keys, flat_name, names_in, resolve_name, sections, suggestion, whole_name
+from shardkit.config.keys import (
+    Path,
+    all_keys,
+    flat_name,
+    names_in,
+    resolve_name,
+    sections,
+    suggestion,
+    suggestion_for_dotted,
+)
 from shardkit.errors import ConfigError
 
 Kind = Literal["default", "hardware", "file", "environment", "flag", "code"]
@@ -188,13 +197,7 @@ def unknown_setting(name: str, path: Path | None) -> str:
     """The error text for a dotted name that is not a setting: unknown, or (with `path`) a block."""
     if path is not None:
         return f"{name} is a block of settings; set one of them, such as {name}.{next(iter(names_in(path)))}."
-    *blocks, last = name.split(".")
-    section = resolve_name(".".join(blocks)) if blocks else ()
-    if section is not None and section in [(), *sections()] and section != ():
-        return f"unknown setting (got {name}); {suggestion(last, section)}"
-    meant = whole_name(name)
-    hint = f"did you mean {meant}?" if meant else suggestion(blocks[0] if blocks else last)
-    return f"unknown setting (got {name}); {hint}"
+    return f"unknown setting (got {name}); {suggestion_for_dotted(name)}"
 
 
 def _read_block(layer: Layer, block: yaml.MappingNode, section: Path, name: str) -> None:

@@ -121,7 +121,8 @@ def disk(folder: Path, size_bytes: int = DISK_BYTES) -> Finding:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         change = "name another folder with --folder, or free some of it"
-        return Finding("disk", f"{folder} cannot be written ({error.strerror})", Level.ERROR, change)
+        what = "is a file" if isinstance(error, FileExistsError) else f"cannot be written ({error.strerror})"
+        return Finding("disk", f"{folder} {what}", Level.ERROR, change)
     finally:
         with contextlib.suppress(OSError):
             path.unlink()

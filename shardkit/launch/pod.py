@@ -19,6 +19,7 @@ from pathlib import Path
 from shardkit.config.schema import Config
 from shardkit.errors import MachineError, RankFailure
 from shardkit.launch import signals
+from shardkit.wording import counted
 
 POLL_S = 0.2
 STOP_S = 30.0
@@ -32,7 +33,8 @@ def problems(config: Config) -> list[str]:
         found.append("launch: tpu_use_cluster needs the name of the TPU (got none); write tpu_name.")
     if config.tpu_vm and len(config.tpu_vm) != config.num_machines:
         found.append(
-            f"launch: tpu_vm has {len(config.tpu_vm)} machines (got num_machines {config.num_machines}); list each one."
+            f"launch: tpu_vm has {counted(len(config.tpu_vm), 'machine')} (got num_machines {config.num_machines}); "
+            "list each one."
         )
     if config.command_file and not _command_file(config.command_file).is_file():
         found.append(f"launch: command_file: does not exist (got {config.command_file}); correct the path.")

@@ -121,6 +121,19 @@ def optimizer_name(given: str) -> str:
     return optimizers.check("adamw" if ":" in given else given)
 
 
+def network_speed(text: str | None) -> float | None:
+    """The Gb/s of --network; None: not given. UsageError if it is no speed of adapters."""
+    if text is None:
+        return None
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = 0.0
+    if not 0.1 <= speed <= 1e6:
+        raise UsageError(f"--network: is not a number of Gb/s from 0.1 to 1,000,000 (got {text!r}); write 400.")
+    return speed
+
+
 def build(
     config: Config,
     model: str,

@@ -35,7 +35,7 @@ def load_state(run: Run, path: str | Path | None = None, *, data_position: bool 
     place = paths.named(path, "load_state")
     session = begin_load(run, "load_state")
     _refuse_hooks(run, place)
-    _refuse_series(place, session)
+    _refuse_place(place, session)
     options = _options(run, session, data_position, strict)
     return _loaded(run, session, read.load(live_of(run), place, session.control, options))
 
@@ -80,11 +80,11 @@ def _refuse_hooks(run: Run, place: Place) -> None:
         )
 
 
-def _refuse_series(path: Place, session: SaveSession) -> None:
-    """CheckpointError where `path` is a folder of checkpoints, or the project folder around it."""
+def _refuse_place(path: Place, session: SaveSession) -> None:
+    """CheckpointError where `path` is a folder of checkpoints, the project folder around it, or a part of one."""
 
     def look() -> str | None:
-        return locate.refusal_of_series(path) if session.control.rank == 0 else None
+        return locate.refusal_of_place(path) if session.control.rank == 0 else None
 
     attempt = session.control.attempt(look, answer=lambda refusal: refusal, judge=lambda answers: answers[0])
     if problem := attempt.failure or attempt.verdict:

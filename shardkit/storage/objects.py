@@ -84,10 +84,8 @@ def file_system(url: Url) -> tuple[Any, str]:
     except ImportError as error:
         package = PACKAGES.get(url.scheme)
         advice = f"pip install '{EXTRAS.get(package, package)}'" if package else "install it"
-        what = f"the package {package}" if package else str(error)
-        raise MachineError(
-            f"storage: {url}: {url.scheme}:// needs {what}, which is not installed; {advice}."
-        ) from error
+        what = f"the package {package}, which is not installed" if package else f"a package that is missing ({error})"
+        raise MachineError(f"storage: {url}: {url.scheme}:// needs {what}; {advice}.") from error
     except ValueError as error:
         raise UsageError(f"storage: {url}: unknown kind of store ({error}); use s3://, gs:// or a folder.") from error
 

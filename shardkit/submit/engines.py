@@ -94,13 +94,13 @@ ENGINES = {
 
 
 def find(name: str) -> Engine:
-    """The engine with this name. Raises UsageError if there is none."""
-    if name in ENGINES:
-        return ENGINES[name]
+    """The engine with this name, in any case. Raises UsageError if there is none."""
+    if engine := ENGINES.get(name.strip().lower()):
+        return engine
     if not name:
         first, *rest = ENGINES
         raise UsageError(f"--to: the engine is missing (got none); add --to {first}, or one of {', '.join(rest)}.")
-    near = get_close_matches(name, ENGINES, 1)
+    near = get_close_matches(name.lower(), ENGINES, 1)
     hint = f"did you mean {near[0]}?" if near else f"use {', '.join(ENGINES)}."
     raise UsageError(f"--to: unknown engine (got {name!r}); {hint}")
 

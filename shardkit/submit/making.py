@@ -11,6 +11,7 @@ from shardkit.config import files
 from shardkit.config.layers import Origin
 from shardkit.config.meaning import runs_on_cpu
 from shardkit.config.schema import Config
+from shardkit.digits import number_of_flag
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.launch import preflight
 from shardkit.launch.flags import Switches
@@ -36,7 +37,7 @@ class Asked:
     switches: Switches
     name: str | None
     time: str | None
-    cpus: int | None
+    cpus: str | None
     memory: str | None
     device: str | None
     image: str | None
@@ -47,9 +48,9 @@ class Asked:
     options: list[str]
     variables: list[str]
     model: str | None
-    batch_size: int | None
-    seq_len: int | None
-    steps: int | None
+    batch_size: str | None
+    seq_len: str | None
+    steps: str | None
 
     @property
     def flags(self) -> set[str]:
@@ -79,6 +80,10 @@ def made(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job 
     program = problems.of(_words, "--program", asked.program)
     time_s = problems.of(reading.seconds, asked.time) if asked.time is not None else None
     memory = problems.of(reading.size, asked.memory) if asked.memory is not None else None
+    cpus = problems.of(number_of_flag, "--cpus", asked.cpus)
+    batch_size = problems.of(number_of_flag, "--batch-size", asked.batch_size)
+    seq_len = problems.of(number_of_flag, "--seq-len", asked.seq_len)
+    steps = problems.of(number_of_flag, "--steps", asked.steps)
     options = problems.of(reading.options, asked.options) or {}
     variables = problems.of(reading.variables, asked.variables) or {}
     device = problems.of(_device, asked.device, config)
@@ -96,7 +101,7 @@ def made(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job 
         switches=tuple(asked.switches.words),
         folder=Path.cwd(),
         program=program or _program(engine),
-        cpus_per_machine=asked.cpus or config.processes_per_machine * (1 if runs_on_cpu(config) else CPUS_PER_GPU),
+        cpus_per_machine=cpus or config.processes_per_machine * (1 if runs_on_cpu(config) else CPUS_PER_GPU),
         memory_bytes=memory,
         time_s=time_s,
         gpu=_gpu(device) if asked.device and device else None,
@@ -110,7 +115,7 @@ def made(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job 
     problems.lines += engines.problems(engine, job, asked.flags)
     if problems.lines or device is None:
         return engine, job, []
-    return engine, *_planned(asked, job, engine, loaded.path, device)
+    return engine, *_planned(asked.model, job, engine, loaded.path, device, batch_size, seq_len, steps)
 
 
 def _resolved(path: Path | None, settings: dict[str, str]) -> files.LoadedConfig:
@@ -206,28 +211,36 @@ def _gpu(device: devices.Device) -> str | None:
 
 
 def _planned(
-    asked: Asked, job: Job, engine: Engine, path: Path | None, device: devices.Device
+    given: str | None,
+    job: Job,
+    engine: Engine,
+    path: Path | None,
+    device: devices.Device,
+    batch_size: int | None,
+    seq_len: int | None,
+    steps: int | None,
 ) -> tuple[Job, list[str]]:
-    """(the job, with memory and time from the plan if no flags set them; notes). Unchanged without a model.
+    """(the job, with memory and time from the plan if no flags set them; notes). Unchanged without a model: the
+    given one, or the one that the configuration file `path` names.
 
     A model that only the file names may be missing on this machine: that is a note, not an error."""
-    model = asked.model or comment.in_file(path)
+    model = given or comment.in_file(path)
     if model is None:
-        wanted = [flag for flag, value in (("--batch-size", asked.batch_size), ("--steps", asked.steps)) if value]
-        if wanted:
-            raise UsageError(f"{wanted[0]}: is for the plan, which needs a model (got none); add --model.")
+        flags = {"--batch-size": batch_size, "--seq-len": seq_len, "--steps": steps}
+        if wanted := [flag for flag, value in flags.items() if value]:
+            raise UsageError(f"{', '.join(wanted)}: for the plan, which needs a model (got none); add --model.")
         return job, []
     try:
-        file = None if asked.model else path
-        sizes = sizing.sized(job.config, model, device, asked.batch_size, asked.seq_len, asked.steps, file)
+        file = None if given else path
+        sizes = sizing.sized(job.config, model, device, batch_size, seq_len, steps, file)
     except ShardkitError as error:
-        if asked.model is not None:
+        if given is not None:
             raise
         return job, [f"note: memory and time are not planned: {error}"]
     notes = list(sizes.notes)
     if job.memory_bytes is None and "--memory" in engine.flags:
         job = replace(job, memory_bytes=sizes.memory_bytes)
-    if asked.steps is not None and sizes.steps_s is None:
+    if steps is not None and sizes.steps_s is None:
         notes.append("note: the time of a step is unknown without --batch-size, or for this device; add --time.")
     elif job.time_s is None and "--time" in engine.flags:
         job = replace(job, time_s=sizes.steps_s)
