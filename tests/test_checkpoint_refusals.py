@@ -282,7 +282,15 @@ def after_the_end(project):
     run[0].end_training()
     leave()  # as end_training does in a launched run
     told = []
-    for call in (run[0].save_state, lambda: run[0].save_state(saved), run[0].load_state, lambda: run[0].gather(ONE)):
+    calls = (
+        run[0].save_state,
+        lambda: run[0].save_state(saved),
+        run[0].load_state,
+        lambda: run[0].gather(ONE),
+        lambda: run[0].get_state_dict(run[1]),
+        lambda: run[0].save(run[1].state_dict(), project / "weights.safetensors"),
+    )
+    for call in calls:
         with pytest.raises(UsageError) as raised:
             call()
         told.append(str(raised.value))
@@ -297,7 +305,8 @@ def test_ranks_that_have_left_their_world_save_nothing(tmp_path):
     """Each took itself for all of them: rank 0's shards became a checkpoint of one rank, in place of a whole one."""
     for outcome in forked.run(2, after_the_end, tmp_path):
         assert outcome.error is None, outcome.error
-        assert [line.split(":")[0] for line in outcome.value] == ["save_state", "save_state", "load_state", "gather"]
+        calls = ["save_state", "save_state", "load_state", "gather", "get_state_dict", "save"]
+        assert [line.split(":")[0] for line in outcome.value] == calls
         assert all("the 2 ranks have left their process group" in line for line in outcome.value)
     (step,) = folder.steps(tmp_path / "checkpoints")
     assert manifest.read(step.path).world_size == 2

@@ -248,6 +248,27 @@ def test_what_save_model_wrote_is_loaded_in_a_model(ranks, tmp_path):
     assert ranks.run(2, saved_and_loaded, tmp_path)[0] == [True, True]
 
 
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = torch.nn.Embedding(6, 4), torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.inner.weight
+
+
+def names_by_tensor(distributed_type):
+    accelerator = Accelerator(config={"distributed_type": distributed_type, "use_cpu": True})
+    whole = accelerator.get_state_dict(accelerator.prepare(Tied()))
+    accelerator.free_memory()
+    return list(whole), len({value.data_ptr() for value in whole.values()})
+
+
+@pytest.mark.parametrize("distributed_type", ["FSDP", "MULTI_CPU"])
+def test_tied_weights_are_one_tensor_of_the_state_dict(ranks, distributed_type):
+    """Transformers writes a tensor once that has several names; of two equal ones, both."""
+    found = ranks.run(2, names_by_tensor, distributed_type)
+    assert found[0] == (["inner.weight", "head.weight"], 1)
+
+
 def test_weights_for_several_devices_or_without_memory_are_refused(tmp_path):
     linear = torch.nn.Linear(2, 2)
     with pytest.raises(UsageError, match="load_checkpoint_in_model: device_map is not supported"):

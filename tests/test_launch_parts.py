@@ -786,6 +786,7 @@ def test_the_words_for_a_failure():
     assert "state_dict = accelerator.get_state_dict(model)" in text
     for message, advice in (
         ("Encountered gradient which is undefined, but still allreduced by DDP reducer.", "call backward once"),
+        ("Could not resolve the process group registered under the name 0", "end_training() after the last save"),
         ("Expected to mark a variable ready only once. This error is caused by", "use_reentrant=False"),
         ("Trying to backward an extra time. You are only allowed", "shardkit.recompute: blocks"),
     ):

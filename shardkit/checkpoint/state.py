@@ -141,16 +141,29 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @outside_inference_mode()
 def whole_tensors(model: nn.Module) -> dict[str, Any]:
-    """The model's full state dict in host memory on rank 0; empty elsewhere. Collective: gathers tensor by tensor."""
+    """The model's full state dict in host memory on rank 0; empty elsewhere. The names of a tied parameter have one
+    tensor, which Transformers then writes once. Collective: gathers tensor by tensor."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     own, others = model_state(model)
+    ties = tied_names(model, own)
     found: dict[str, Any] = dict(others) if rank == 0 else {}
     for name, tensor in own.items():
+        if name in ties:
+            found |= {name: found[ties[name]]} if rank == 0 else {}
+            continue
         full = whole(tensor) if is_dtensor(tensor) else tensor
         if rank == 0:
             is_new = full.is_cpu and local_part(tensor).shape != full.shape  # else a view, if this rank has all of it
             found[name] = full if is_new else tensors.copied(full)
     return found
+
+
+def copies(model: nn.Module) -> dict[str, Any]:
+    """The full state dict of a model that is not sharded, in host memory. Tied names as in `whole_tensors`."""
+    own, others = model_state(model)
+    ties = tied_names(model, own)
+    found = {name: tensor.cpu().clone() for name, tensor in own.items() if name not in ties}
+    return others | {name: found[ties.get(name, name)] for name in own}
 
 
 def parameter_names(models: list[nn.Module], saved: Index | None = None) -> dict[int, str]:

@@ -248,8 +248,7 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
             return super().get_state_dict(model)
         from shardkit.checkpoint import state
 
-        tensors, others = state.model_state(model)
-        return others | {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+        return state.copies(model)
 
     def _is_called_on_one_rank(self, call: str, frame: FrameType) -> bool:
         """Whether the script calls this on the main process only. Raises UsageError if the call needs all ranks."""

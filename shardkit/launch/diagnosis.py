@@ -105,6 +105,11 @@ _BY_MESSAGE = (
         "accelerator.unwrap_model(model), which is right for all of them",
     ),
     (
+        "Could not resolve the process group",
+        "a sharded tensor was read after the ranks had left their process group: call end_training() after the last "
+        "save, as the last line of the script",
+    ),
+    (
         "invalid python storage",
         "a sharded tensor was written, or loaded into, as a plain one: call state_dict = "
         "accelerator.get_state_dict(model) on every rank, then model.save_pretrained(folder, state_dict=state_dict) on "

@@ -105,12 +105,16 @@ class Checkpointing(Topology):
         if not isinstance(model, nn.Module):
             kind = type(model).__name__
             raise UsageError(f"get_state_dict: expected a model (got {kind}); give the model that prepare() returned.")
+        if self._run.config.mode == "fsdp":
+            self._run.refuse_if_left("get_state_dict")
         return state.whole_tensors(model)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = True) -> None:
         """Rank 0 writes a dict of tensors as safetensors, or JSON values as JSON. Collective where tensors are
         sharded."""
         unsupported.refuse_pickle(safe_serialization)
+        if objects.has_sharded(obj):
+            self._run.refuse_if_left("save")
         whole = objects.prepared(obj)
         if self.is_main_process:
             objects.save(whole, f)
