@@ -1,4 +1,5 @@
-"""Elements of a sharded tensor that tensors choose: `embed.weight[is_new]`, `p.grad[ids] = 0`, `p[p > 1] = 1`.
+"""Elements of a sharded tensor that tensors choose: `embed.weight[is_new]`, `p.grad[ids] = 0`, `p[p > 1] = 1`; and
+which are not zero.
 
 Textual inversion, new tokens and frozen rows are written so. torch refuses to mix the two kinds of tensors, cannot tell
 how many elements a mask chooses, and has no in-place operator for rows of a sharded dim. Here the operator works on the
@@ -20,7 +21,10 @@ from shardkit.sharding.settled import in_place_of_whole, is_pending, of_whole, s
 _aten = torch.ops.aten
 _MASKS = (_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor)
 """With a sharded mask they need no whole tensor."""
-_READS = (_aten.index.Tensor, _aten.index_select.default, _aten.index_put.default, _aten._unsafe_index_put.default)
+_READS = (
+    *(_aten.index.Tensor, _aten.index_select.default, _aten.index_put.default, _aten._unsafe_index_put.default),
+    *(_aten.masked_select.default, _aten.masked_scatter.default, _aten.nonzero.default),
+)
 _WRITES = (
     *(_aten.index_put_.default, _aten._index_put_impl_.default, _aten.index_copy_.default, _aten.index_add_.default),
     *(_aten.index_fill_.int_Scalar, _aten.index_fill_.int_Tensor, *_MASKS),

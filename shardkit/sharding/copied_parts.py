@@ -1,4 +1,5 @@
-"""Writing to rows of a sharded tensor: `embed.weight[0].zero_()`, `p.grad[:n] = 0`.
+"""Writing to rows of a sharded tensor: `embed.weight[0].zero_()`, `p.grad[:n] = 0`, `for row in weight`; and copies
+of several at once.
 
 A part along the sharded dim is no view in torch, but a copy that all ranks get, so a write to it would be lost without
 a word. Such copies get a class of their own here: what is written to them is also written to the rows of the tensor
@@ -131,6 +132,23 @@ def install() -> None:
     """Makes writes to parts reach the tensor. Has an effect once per process."""
     handle(_PARTS, _part)
     handle(_ASSIGNMENTS, _assign)
+    handle([_aten._foreach_copy_.default], _assign_each)
+    handle([_aten.unbind.int], _rows_one_by_one)
+
+
+def _assign_each(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """`torch._foreach_copy_(tensors, values)`, which torch lacks for sharded tensors."""
+    for target, value in zip(*args[:2], strict=True):
+        target.copy_(value, *args[2:], **kwargs)
+
+
+def _rows_one_by_one(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """`tensor.unbind()`, `for row in tensor`, which torch refuses along the sharded dim."""
+
+    def rows(tensor: DTensor, dim: int = 0) -> list[Any]:
+        return [tensor.select(dim, row) for row in range(tensor.shape[dim])]
+
+    return rows(*args, **kwargs)
 
 
 def _part(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -113,7 +113,7 @@ class Replica(DistributedDataParallel):
         copied = copy.deepcopy(self.module, memo)
         if not any(p.requires_grad for p in every_parameter(copied)):
             return copied
-        return Replica(copied, self._reduce_in, self._section, **self._settings)
+        return type(self)(copied, self._reduce_in, self._section, **self._settings)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
@@ -269,6 +269,19 @@ class Replica(DistributedDataParallel):
         torch.autograd.Variable._execution_engine.queue_callback(partial(_drop_gradients, without))
 
 
+class ReplicaOfSeveral(Replica):
+    """Of a ModuleList, ModuleDict or Sequential. (A `__len__` of other models would make `if model:` an error.)"""
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+
 def _leave_out_empty(model: nn.Module) -> None:
     """Keeps torch's reducer from waiting for gradients of parameters without elements, from which some models take
     their device."""
@@ -331,7 +344,8 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
         take_names_of_replicas(model)
         return model
     _take_detach()
-    replica = Replica(
+    is_several = isinstance(model, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    replica = (ReplicaOfSeveral if is_several else Replica)(
         model,
         precision.of(config).reduce,
         section,

@@ -158,3 +158,30 @@ loop("the_teacher_follows_parameters", fsdp=BY_SIZE, is_long_run_only=True)(_fol
 loop("the_teacher_follows_at_once", fsdp=BY_SIZE, is_long_run_only=True)(
     _following(lambda a, b: torch._foreach_lerp_(list(a.parameters()), list(b.parameters()), 0.1))
 )
+
+
+def _copied_at_once(teacher: nn.Module, student: nn.Module) -> None:
+    averages = [0.9 * slow + 0.1 * fast for slow, fast in zip(teacher.parameters(), student.parameters(), strict=True)]
+    torch._foreach_copy_(list(teacher.parameters()), averages)
+
+
+loop("the_teacher_is_copied_at_once", fsdp=BY_SIZE)(_following(_copied_at_once))
+
+
+@loop(fsdp=BY_SIZE)
+def gradients_and_plain_values_copied_at_once(run: Run) -> None:
+    model = layers(5, 7, 6)
+    began = [p.detach().clone() for p in model.parameters()]
+    model, optimizer = run.prepare(model, adam(model.parameters()))
+    for step in range(2):
+        loss = model(run.draw(step, 5)).pow(2).mean()
+        run.backward(loss)
+        gradients = [p.grad for p in model.parameters()]
+        kept = [torch.empty_like(gradient) for gradient in gradients]
+        torch._foreach_copy_(kept, gradients)
+        torch._foreach_copy_(gradients, torch._foreach_mul(kept, 0.5), non_blocking=True)
+        run.step(optimizer)
+        run.see_mean(loss)
+        if step == 0:
+            with torch.no_grad():
+                torch._foreach_copy_(list(model.parameters()), began)

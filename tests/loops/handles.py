@@ -226,6 +226,26 @@ def rows_chosen_by_tensors(run: Run) -> None:
         run.see(inner.embed.weight[is_new].detach().sum() + inner.embed.weight.index_select(0, some).detach().norm())
 
 
+@loop()
+def rows_and_elements_one_by_one(run: Run) -> None:
+    """`for row in weight`, `unbind`, and what a mask selects, with gradients; rows are written, too."""
+    model, optimizer = started(run)
+    inner: Any = run.unwrap(model)
+    for step in range(2):
+        weight = inner.parts[0].up.weight
+        loss = loss_of(model, run.batch(step)) + 0.1 * sum(row.norm() for row in weight)
+        loss = loss + 0.1 * torch.masked_select(weight, weight.detach() > 0).pow(2).sum()
+        run.backward(loss)
+        run.step(optimizer)
+        with torch.no_grad():
+            for row in inner.head.weight.unbind():
+                row.div_(row.norm())
+            inner.parts[1].down.weight.unbind(1)[2].zero_()
+        run.see_mean(loss)
+        run.seen += [float(one) for one in inner.head.bias.detach()]
+        run.seen += [float(len(weight.detach().clamp(min=0).nonzero()))]
+
+
 @loop(refused=dict.fromkeys(SHARDED, "a part of it is a copy, so writing to this one"), refused_alone=True)
 def parts_of_rows_written(run: Run) -> None:
     """Torch's copy of a copy: where it belongs is not known."""

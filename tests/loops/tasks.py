@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, log_softmax, softplus
 
-from tests.loops.net import Net, adam, layers
+from tests.loops.net import Net, adam, layers, started
 from tests.loops.run import BY_SIZE, WHOLE, Run, loop, whole
 
 SHARDED = (1, 2, 4, 5)
@@ -308,3 +308,28 @@ class Named(nn.ModuleDict):
 @loop(fsdp=BY_SIZE)
 def models_in_a_dictionary(run: Run) -> None:
     _in_a_container(run, Named)
+
+
+@loop(fsdp=BY_SIZE)
+def models_by_their_names_in_a_dictionary(run: Run) -> None:
+    model, optimizer = started(run, nn.ModuleDict({"body": layers(5, 7, 6), "head": layers(6, 3)}))
+    for step in range(3):
+        loss = model["head"](model["body"](run.draw(step, 5))).pow(2).mean()
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
+    assert (len(model), list(model), "head" in model, "tail" in model) == (2, ["body", "head"], True, False)
+
+
+@loop(fsdp=BY_SIZE)
+def layers_of_a_sequential_model_by_number(run: Run) -> None:
+    model, optimizer = started(run, layers(5, 7, 6, 3))
+    for step in range(3):
+        x = run.draw(step, 5)
+        for layer in model:
+            x = layer(x)
+        loss = x.pow(2).mean() + model(run.draw(step + 50, 5)).mean()
+        run.backward(loss)
+        run.see(model[-1].weight.grad.norm())
+        run.step(optimizer)
+        run.see_mean(loss)
