@@ -292,11 +292,13 @@ def _backward(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator
     base, root = _persistent(plan), plan.root
     before = _gradients_before(plan, config)
     alive = _kept_bytes(root, config, kept) + sum(_kept_bytes(unit, config, kept) for unit in plan.units)
+    held = sum(unit.gathered_bytes for unit in plan.units if _stays_gathered(plan, unit))
     gradients, in_flight = 0, 0
     for index in range(len(plan.units) - 1, -1, -1):
         unit = plan.units[index]
         if not unit.is_gathered_in_backward:
             break
+        held -= unit.gathered_bytes if _stays_gathered(plan, unit) else 0
         working = alive + _working_bytes(unit, config, kept) + kept.output_bytes
         yield Moment(
             "backward",
@@ -304,7 +306,7 @@ def _backward(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator
             replace(
                 base,
                 gradients=max(before, gradients),
-                gathered=root.gathered_bytes + _gathered_in_backward(plan, config, index),
+                gathered=root.gathered_bytes + held + _gathered_in_backward(plan, config, index),
                 reduction=root.early_gradient_bytes + unit.unsharded_gradient_bytes + in_flight,
                 activations=working,
             ),
@@ -317,13 +319,12 @@ def _backward(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator
 
 
 def _gathered_in_backward(plan: ShardedSizes, config: Config, index: int) -> int:
-    """Unsharded parameters while this unit computes backward, without the root's."""
-    unit, earlier = plan.units[index], plan.units[:index]
-    held = unit.gathered_bytes + sum(each.gathered_bytes for each in earlier if _stays_gathered(plan, each))
+    """Parameters of this unit while it computes backward, and of the next one, if it is gathered meanwhile."""
+    own = plan.units[index].gathered_bytes
     prefetches = config.fsdp.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-    if not prefetches or not earlier or _stays_gathered(plan, earlier[-1]):
-        return held
-    return held + _output_bytes(plan, earlier[-1])  # which starts when the unit's own parameters are in place
+    if not prefetches or not index or _stays_gathered(plan, plan.units[index - 1]):
+        return own
+    return own + _output_bytes(plan, plan.units[index - 1])  # which starts when the unit's own are in place
 
 
 def _root_backward(
