@@ -354,8 +354,7 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
         find_unused_parameters=may_be_unused,
         bucket_cap_mb=section.bucket_cap_mb,
         static_graph=section.static_graph,
-        # Values were synchronized before, or sync_module_states is false.
-        init_sync=False,
+        init_sync=False,  # values were synchronized before, or sync_module_states is false
         process_group=_unchecked_group(),
     )
     _reducing.add(replica)
