@@ -146,16 +146,15 @@ def whole_tensors(model: nn.Module) -> dict[str, Any]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     own, others = model_state(model)
     ties = tied_names(model, own)
-    found: dict[str, Any] = dict(others) if rank == 0 else {}
+    found = {}
     for name, tensor in own.items():
         if name in ties:
-            found |= {name: found[ties[name]]} if rank == 0 else {}
             continue
         full = whole(tensor) if is_dtensor(tensor) else tensor
         if rank == 0:
             is_new = full.is_cpu and local_part(tensor).shape != full.shape  # else a view, if this rank has all of it
             found[name] = full if is_new else tensors.copied(full)
-    return found
+    return others | {name: found[ties.get(name, name)] for name in own} if rank == 0 else {}
 
 
 def copies(model: nn.Module) -> dict[str, Any]:
