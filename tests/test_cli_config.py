@@ -101,6 +101,14 @@ def test_from_an_accelerate_file_with_an_account_and_in_place_with_comments_kept
     assert Path("shardkit.yaml").read_text() == "# mine\nnum_processes: 4   # two\n"
 
 
+def test_from_a_file_that_names_its_model_names_it_in_the_new_file(capsys):
+    Path("shardkit.yaml").write_text("num_processes: 2\n# model: llama-3.1-8b\n")
+    out, _ = shardkit(capsys, "config", "--from", "shardkit.yaml", "--set", "mixed_precision=bf16", "-o", "new.yaml")
+    assert "\n# model: llama-3.1-8b\n" in Path("new.yaml").read_text() and "--model llama-3.1-8b" in out
+    shardkit(capsys, "config", "--from", "new.yaml", "--model", "qwen2.5-7b", "-o", "other.yaml")
+    assert "\n# model: qwen2.5-7b\n" in Path("other.yaml").read_text(), "a given model replaces it"
+
+
 def test_from_a_file_of_one_rank_a_device_is_one_again(capsys):
     Path("open.yaml").write_text("mixed_precision: bf16\n")
     for more in ([], ["--set", "shardkit.seed=3"]):
@@ -208,6 +216,10 @@ def test_show_proves_where_each_value_comes_from(capsys, monkeypatch):
     assert set(json.loads(out)["num_processes"]) == {"here", "other"}
     out, _ = shardkit(capsys, "config", "show", "--diff", "other.yaml")
     assert out == "num_processes: 2 -> 4\n"
+    out, _ = shardkit(capsys, "config", "show", "--diff", "other.yaml", "--origin")
+    assert out.startswith("num_processes: 2 (") and out.endswith("shardkit.yaml:1:16) -> 4 (other.yaml:1:16)\n")
+    out, _ = shardkit(capsys, "config", "show", "--diff", "other.yaml", "--origin", "--json")
+    assert json.loads(out)["num_processes"]["other"] == {"value": 4, "origin": "file", "where": "other.yaml:1:16"}
     out, _ = shardkit(capsys, "config", "show", "mixed_precision", "--diff", "other.yaml")
     assert out == "", "differences of this setting only"
     _, error = shardkit(capsys, "config", "show", "nothing", "--diff", "other.yaml", code=2)

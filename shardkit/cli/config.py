@@ -2,16 +2,14 @@
 
 import json
 import sys
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardkit.cli import HELP, options
+from shardkit.cli import HELP, config_text, options
 from shardkit.errors import ConfigError, UsageError
 from shardkit.problems import Problems
-from shardkit.wording import counted
 
 if TYPE_CHECKING:
     from shardkit.config.files import LoadedConfig
@@ -101,7 +99,7 @@ def validate(
     if as_json:
         print(json.dumps({"valid": True, "file": str(path), "problems": [], "notes": loaded.notes}, indent=2))
         return 0
-    print(f"{path}: valid. {_in_words(loaded)}.")
+    print(f"{path}: valid. {config_text.summary(loaded)}.")
     for note in loaded.notes:
         print(f"note: {note}")
     return 0
@@ -135,23 +133,26 @@ def show(
     name = loaded.path or f"no file; defaults for this machine{_of_accelerate()}"
     print(f"configuration: {name}", file=sys.stderr)
     if other is not None:
-        found = _difference(loaded.config, other.config, names)
-        if as_json:
-            rows = {name: {"here": here, "other": other} for name, here, other in found}
-            print(json.dumps(to_jsonable_python(rows), indent=2))
-        else:
-            _print_difference(found)
-        return 0
+        names = config_text.differing(loaded.config, other.config, names)
     if as_json:
-        print(json.dumps(to_jsonable_python(_as_data(loaded, names, origin)), indent=2))
+        data: dict[str, object] = config_text.data(loaded, names, origin)
+        if other is not None:
+            there = config_text.data(other, names, origin)
+            data = {name: {"here": data[name], "other": there[name]} for name in names}
+        print(json.dumps(to_jsonable_python(data), indent=2))
+        return 0
+    if other is not None:
+        lines = config_text.difference(loaded, other, names, origin)
     elif origin:
-        _print_origins(loaded, names, everything=key is not None)
+        lines = config_text.origins(loaded, names, everything=key is not None)
     elif key is not None:
-        _print_values(loaded.config, names)
+        lines = config_text.values(loaded.config, names)
     else:
         from shardkit.config.files import dump
 
-        print(dump(loaded.config, comments=False), end="")
+        lines = dump(loaded.config, comments=False).splitlines()
+    for line in lines:
+        print(line)
     return 0
 
 
@@ -272,12 +273,12 @@ def _save(start: "Config", target: Path, source: Path | None, model: str | None,
     from shardkit.config.command import command_for
     from shardkit.config.files import dump, is_users, make_folder_of
     from shardkit.config.meaning import counts_devices
+    from shardkit.model import comment
 
+    model = model or comment.in_file(source)
     in_place = source is not None and target.exists() and source.resolve() == target.resolve()
     text = _edited(target, start) if in_place else dump(start, path=target)
     if model:
-        from shardkit.model import comment
-
         text = comment.write(text, model)
     if dry_run:
         print(text, end="")
@@ -331,16 +332,6 @@ def _for_accelerate(file: Path) -> str:
     return text
 
 
-def _in_words(loaded: "LoadedConfig") -> str:
-    config = loaded.config
-    count = counted(config.num_processes, "process", "processes")
-    if loaded.origins["num_processes"].kind == "default" and config.distributed_type.value != "NO":
-        count = "one process per device"
-    kind = config.distributed_type.value
-    how = config.fsdp.sharding_strategy.value if kind == "FSDP" else kind
-    return f"{count}, {how}, mixed precision {config.mixed_precision}"
-
-
 def _names_below(key: str | None) -> list[str]:
     """The settings below a key, which may be a YAML or a Python name; all without a key."""
     from shardkit.config.keys import all_keys, resolve_name, suggestion_for_dotted
@@ -351,50 +342,3 @@ def _names_below(key: str | None) -> list[str]:
     if path is None:
         raise UsageError(f"config show: unknown setting (got {key}); {suggestion_for_dotted(str(key))}")
     return [name.name for place, name in all_keys().items() if place[: len(path)] == path]
-
-
-def _value(config: "Config", name: str) -> object:
-    value = attrgetter(name)(config)
-    return getattr(value, "value", value)
-
-
-def _print_values(config: "Config", names: list[str]) -> None:
-    from shardkit.config.command import setting_text
-
-    for name in names:
-        text = setting_text(tuple(name.split(".")), _value(config, name))
-        print(text if len(names) == 1 else f"{name}: {text}")
-
-
-def _print_origins(loaded: "LoadedConfig", names: list[str], everything: bool) -> None:
-    from shardkit.config.command import setting_text
-
-    shown = [name for name in names if everything or loaded.origins[name].kind != "default" or "shardkit" not in name]
-    values = {name: setting_text(tuple(name.split(".")), _value(loaded.config, name)) for name in shown}
-    widths = max(map(len, shown)), max(map(len, values.values()))
-    for name in shown:
-        print(f"{name:<{widths[0]}}  {values[name]:<{widths[1]}}  {loaded.origins[name]}")
-
-
-def _as_data(loaded: "LoadedConfig", names: list[str], origin: bool) -> dict[str, object]:
-    values = {name: _value(loaded.config, name) for name in names}
-    if not origin:
-        return values
-    return {
-        name: {"value": value, "origin": loaded.origins[name].kind, "where": loaded.origins[name].where}
-        for name, value in values.items()
-    }
-
-
-def _difference(config: "Config", other: "Config", names: list[str]) -> list[tuple[str, object, object]]:
-    """(setting, value, the other's value) of those settings that differ."""
-    values = [(name, _value(config, name), _value(other, name)) for name in names]
-    return [row for row in values if row[1] != row[2]]
-
-
-def _print_difference(found: list[tuple[str, object, object]]) -> None:
-    from shardkit.config.command import setting_text
-
-    for name, here, other in found:
-        path = tuple(name.split("."))
-        print(f"{name}: {setting_text(path, here)} -> {setting_text(path, other)}")
