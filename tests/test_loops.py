@@ -44,11 +44,12 @@ def cases() -> list[Any]:
     on_others = [(1, (1, 3)), (3, (1, 2, 3, 4)), (4, (1, 3, 4, 5))]
     return [
         pytest.param(name, world, strategies, id=f"{name}-{world}-{''.join(map(str, strategies))}", marks=marks)
-        for name in loops.LOOPS
-        for world, strategies, marks in (
+        for name, loop in loops.LOOPS.items()
+        for world, all_strategies, marks in (
             *((2, strategies, marks) for strategies, marks in _on_two_ranks(name)),
             *((world, strategies, pytest.mark.loops) for world, strategies in on_others),
         )
+        if (strategies := tuple(one for one in all_strategies if one != 3 or not loop.is_for_shards))
     ]
 
 

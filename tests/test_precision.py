@@ -24,7 +24,7 @@ from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
 from tests import loops, models
 from tests.loops import vectors
-from tests.loops.net import loss_of
+from tests.loops.net import loss_of, started
 from tests.models import Reductions
 
 
@@ -307,6 +307,30 @@ def test_gradients_without_fp16s_loss_scale_are_refused(ranks, begins_well):
             "optimizer step: gradients lack the loss scale that fp16 needs (got a call of loss.backward()); call "
             "accelerator.backward(loss)."
         )
+
+
+def weighed_by_returned_gradients(strategy: int) -> float:
+    """The norm of the gradients of a step, before which `torch.autograd.grad` has returned some without a scale."""
+    config = loops.config_of(strategy, loops.LOOPS["usual"]).model_copy(update={"mixed_precision": "fp16"})
+    run = loops.RanksRun(accelerator=Accelerator(config=config))
+    torch.manual_seed(0)
+    model, optimizer = started(run)
+    loss = loss_of(model, run.batch(0))
+    torch.autograd.grad(loss, run.unwrap(model).head.weight, retain_graph=True)
+    run.backward(loss)
+    norm = float(run.accelerator.clip_grad_norm_(model.parameters(), 10.0))
+    optimizer.step()
+    return norm
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_gradients_that_are_returned_need_no_loss_scale(ranks, strategy):
+    run = loops.Run()
+    torch.manual_seed(0)
+    model, _ = started(run)
+    loss_of(model, run.batch(0)).backward()
+    expected = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0))
+    assert ranks.run(2, weighed_by_returned_gradients, strategy) == [pytest.approx(expected, rel=0.02)] * 2
 
 
 def joined_and_split(strategy: int | None) -> list[float]:

@@ -60,11 +60,6 @@ _BY_MESSAGE = (
         "prepare from model.parameters(), or as a copy of the model from before prepare that is prepared, too",
     ),
     (
-        "appears to not have been used in the graph",
-        "under a sharded strategy gradients belong to the gathered parameters, so torch.autograd.grad finds none for a "
-        "parameter of the model: call backward, or keep the layer whole: fsdp_ignored_modules: 'decoder\\.conv_out'",
-    ),
-    (
         "Encountered gradient which is undefined, but still allreduced",
         "under DDP with ddp_find_unused_parameters, a backward expects gradients of all that its forward used: add up "
         "the losses of one forward, and call backward once",

@@ -27,8 +27,8 @@ from shardkit.runtime.deferred_gradients import DeferredGradients
 from shardkit.runtime.eager import eager
 from shardkit.runtime.optimizer_turns import OptimizerTurns
 from shardkit.runtime.step_events import StepEvents
+from shardkit.sharding import hooks
 from shardkit.sharding.gradient_sync import deferred, has_gradients, reduces
-from shardkit.sharding.mixed_losses import keep_plain, refuse_sharded_inputs
 
 NEVER = ("never", -1)
 
@@ -80,6 +80,7 @@ class Accumulation:
 
         self._backwards = Backwards()
         self._before_window = self._before_micro_batch = self._at_step = self._backwards
+        self._returned_before_window = hooks.times_returned()
         self._is_own_backward = False
 
         self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -147,7 +148,6 @@ class Accumulation:
                 "it from the prepared model's output, outside of torch.no_grad(), and with "
                 "accelerator.gather_with_gradients in place of gather or reduce, whose results have no gradients."
             )
-        refuse_sharded_inputs(arguments.get("inputs"))
         self.boundaries.before_batch()
         self.turns.before_backward()
         progress.post("backward", self.counters.step)
@@ -161,7 +161,6 @@ class Accumulation:
         divisor = self._planned_size if self.counters.micro_step else self.steps
         if divisor > 1:
             loss = loss / divisor
-        keep_plain(loss)
         self._is_own_backward = True
         try:
             self.loss_scale.scaled(loss).backward(**arguments)
@@ -287,7 +286,8 @@ class Accumulation:
         backward or while several optimizers alternate, the gradients of earlier micro-batches are still needed.
         """
         if self.is_gathering():
-            return self._backwards.since(self._before_window).all > 0
+            is_assigned = hooks.times_returned() > self._returned_before_window  # a script may have, in this window
+            return is_assigned or self._backwards.since(self._before_window).all > 0
         if self._full_size <= 1 or not self.is_inside:
             return False
         return not self._backwards.since(self._before_micro_batch).all or self._has_stepped_in_micro_batch
@@ -311,7 +311,7 @@ class Accumulation:
         progress.post("forward", self.counters.step)
         if self.counters.micro_step == 0:
             self._planned_size = self.steps
-            self._before_window = self._backwards
+            self._before_window, self._returned_before_window = self._backwards, hooks.times_returned()
         else:
             self._check_kept()
         self.turns.begin_micro_batch()

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.distributed.tensors import is_composed, local_part, outside_inference_mode, own_part
 from shardkit.errors import ModelError, UsageError
-from shardkit.sharding import fsdp_entry, fsdp_unused
+from shardkit.sharding import fsdp_entry, fsdp_grad, fsdp_unused
 from shardkit.sharding.activation import gathering
 from shardkit.sharding.fsdp_internals import (
     groups_of,
@@ -46,7 +46,7 @@ from shardkit.sharding.fsdp_internals import (
     warn_of_newer,
 )
 from shardkit.sharding.fsdp_recovery import recover_if_broken_off, recover_if_raised
-from shardkit.sharding.hooks import hook_weakly, is_in_backward
+from shardkit.sharding.hooks import accumulates, hook_weakly, is_in_backward, tell_apart
 from shardkit.sharding.offloaded_gradients import Turns
 from shardkit.sharding.outputs import LeftOnModules, may_be_differentiated
 from shardkit.sharding.trace import Trace, set_trace
@@ -68,7 +68,7 @@ class _Pass:
     before_forward: list[Callable[[], None]] = field(default_factory=list)
     """Called before each forward, at the first unit that it enters."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
-    """Called at the end of each backward, when the units' gradients are reduced."""
+    """Called at the end of each backward that leaves gradients in parameters, when those of the units are reduced."""
 
 
 class UnitState(FSDPState):
@@ -102,7 +102,7 @@ class UnitState(FSDPState):
         self._pass.is_second_due, self._pass.is_second_due_again = False, is_due_again
         super()._root_post_backward_final_callback()
         self._pass.is_second_due, self._pass.is_second_due_again = is_due_again, False
-        for call in self._pass.at_end:
+        for call in self._pass.at_end if accumulates() else ():
             call()
 
     def _begin_second_backward(self) -> None:
@@ -309,6 +309,7 @@ def adopt(model: nn.Module, on_gathered: Callable[[FSDPParam], None]) -> Trace:
     `on_gathered` is called for each parameter when it is gathered for the first time.
     """
     warn_of_newer(torch.__version__)
+    tell_apart()
     shared = _Pass()
     offloaded = [parameter for parameter in parameters_of(model) if parameter.offload_to_cpu]
     turns = Turns(offloaded) if offloaded else None
@@ -351,6 +352,7 @@ class _Once:
         gathered = parameter._unsharded_param
         if gathered.is_floating_point() or gathered.is_complex():
             hook_weakly(gathered, UnitState._gradient_arrived, self._state)
+            fsdp_grad.note(parameter)
         self._then(parameter)
 
 

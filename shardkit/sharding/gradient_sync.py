@@ -62,39 +62,42 @@ def take_mean_(parameters: Sequence[nn.Parameter], may_be_unused: bool) -> None:
             "(got a second backward, a forward of the inner model, or a window whose last micro-batch has none); "
             "write the loop so, or create the embedding with sparse=False."
         )
-    used = _used_anywhere(parameters) if may_be_unused else [p.grad is not None for p in parameters]
-    for bucket in _buckets(parameters):
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
-        for parameter, gradient in zip(bucket, gradients, strict=True):
-            parameter.grad = gradient
-    for parameter, is_used in zip(parameters, used, strict=True):
-        if not is_used:
-            parameter.grad = None
+    found = [p.grad for p in parameters]
+    used = are_used_anywhere(found, parameters[0].device) if may_be_unused else [one is not None for one in found]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    average_(gradients)
+    for parameter, gradient, is_used in zip(parameters, gradients, used, strict=True):
+        parameter.grad = gradient if is_used else None
 
 
-def _used_anywhere(parameters: Sequence[nn.Parameter]) -> list[bool]:
+def are_used_anywhere(gradients: Sequence[torch.Tensor | None], device: torch.device | str) -> list[bool]:
     """For each parameter, whether any rank has a gradient. Collective."""
-    flags = torch.tensor([int(p.grad is not None) for p in parameters], device=parameters[0].device)
+    flags = torch.tensor([int(one is not None) for one in gradients], device=device)
     dist.all_reduce(flags, dist.ReduceOp.MAX)
     return [bool(flag) for flag in flags.tolist()]
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Groups of consecutive parameters with one dtype and device, of about BUCKET_BYTES."""
-    bucket: list[nn.Parameter] = []
+def average_(tensors: Sequence[torch.Tensor]) -> None:
+    """Replace each tensor by its mean over all ranks. Collective, with the same tensors in the same order."""
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for tensor, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Groups of consecutive tensors with one dtype and device, of about BUCKET_BYTES."""
+    bucket: list[torch.Tensor] = []
     size = 0
-    for parameter in parameters:
-        fits = not bucket or (bucket[0].dtype, bucket[0].device) == (parameter.dtype, parameter.device)
+    for tensor in tensors:
+        fits = not bucket or (bucket[0].dtype, bucket[0].device) == (tensor.dtype, tensor.device)
         if bucket and (not fits or size >= BUCKET_BYTES):
             yield bucket
             bucket, size = [], 0
-        bucket.append(parameter)
-        size += parameter.numel() * parameter.element_size()
+        bucket.append(tensor)
+        size += tensor.numel() * tensor.element_size()
     if bucket:
         yield bucket
 
@@ -111,13 +114,15 @@ class EndOfBackward:
     """Calls `then(parameters)` at the end of each backward in which any of the parameters got gradients: with these
     parameters, in the order of their gradients. Works as long as this object is referenced.
 
-    A nested backward (reentrant activation checkpointing) counts as part of the outer one.
+    A nested backward (reentrant activation checkpointing) counts as part of the outer one. One of torch.autograd.grad,
+    which leaves no gradients, does not count.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], then: Callable[[list[torch.Tensor]], None]) -> None:
         self._then = then
         self._running: list[ReferenceType[_RunningBackward]] = []
         self._is_open = False
+        hooks.tell_apart()
         for parameter in parameters:
             if parameter.is_floating_point() or parameter.is_complex():
                 hooks.hook_weakly(parameter, EndOfBackward._note, self)
@@ -127,7 +132,7 @@ class EndOfBackward:
         reference = WeakMethod(self._current)
 
         def begin(_: torch.Tensor) -> None:
-            if (alive := reference()) is not None:
+            if hooks.accumulates() and (alive := reference()) is not None:
                 alive()
 
         output.register_hook(begin)

@@ -1,8 +1,10 @@
-"""Gradient hooks that also work for parameters which become trainable later, and that keep no objects alive."""
+"""Gradient hooks that also work for parameters which become trainable later, and that keep no objects alive; and which
+kind of backward runs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from functools import cache, partial
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -15,6 +17,37 @@ Owner = TypeVar("Owner")
 def is_in_backward() -> bool:
     """Whether this is called inside a backward pass, for example in a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def accumulates() -> bool:
+    """Whether the backward that runs leaves gradients in parameters; that of `torch.autograd.grad` returns them. It is
+    known from the first call of `tell_apart` on."""
+    return _accumulates
+
+
+def times_returned() -> int:
+    """How often `torch.autograd.grad` has returned gradients, which a script may assign to parameters."""
+    return _times_returned
+
+
+_accumulates, _times_returned = True, 0
+
+
+@cache
+def tell_apart() -> None:
+    """Makes the functions above know. Has an effect once per process."""
+    torch.autograd._engine_run_backward = partial(_run_backward, torch.autograd._engine_run_backward)
+
+
+def _run_backward(run: Callable[..., Any], *arguments: Any, accumulate_grad: bool, **more: Any) -> Any:
+    """What `backward` and `grad` of torch.autograd call. One may run inside another."""
+    global _accumulates, _times_returned
+    around, _accumulates = _accumulates, accumulate_grad
+    _times_returned += not accumulate_grad
+    try:
+        return run(*arguments, accumulate_grad=accumulate_grad, **more)
+    finally:
+        _accumulates = around
 
 
 @contextmanager

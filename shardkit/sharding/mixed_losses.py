@@ -13,8 +13,10 @@ import torch
 from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import UsageError
 
-# The autograd nodes that convert a DTensor to a plain tensor.
-_TO_PLAIN = {"_ToTorchTensorBackward"}
+# The autograd nodes that make a plain tensor of a DTensor, and the other way round: torch's to_local, a
+# parameter's full_tensor, and what torch.autograd.grad returns for a sharded parameter.
+_TO_PLAIN = {"_ToTorchTensor", "_WholeParameter"}
+_TO_SHARDED = {"_MeanOfGradients"}
 
 
 def keep_plain(loss: torch.Tensor) -> None:
@@ -28,11 +30,13 @@ def keep_plain(loss: torch.Tensor) -> None:
     sharded = _sharded_nodes(loss.grad_fn)
     for node in sharded:
         _keep_placements(node)
-    meeting = {node: plain for node in sharded if (plain := _plain_ones(node, sharded))}
-    for following in chain.from_iterable(meeting.values()):
+    of_sharded = [node for node in sharded if _kind(node) not in _TO_SHARDED]
+    meeting = {node: plain for node in of_sharded if (plain := _plain_ones(node, sharded))}
+    of_plain = [_plain_ones(node, sharded) for node in _scaled_nodes(loss.grad_fn, sharded)]
+    for following in {*chain.from_iterable((*meeting.values(), *of_plain))}:
         following.register_prehook(_whole)
     for node in _with_users(meeting, sharded) if loss.device_mesh.size() > 1 else ():
-        kind = node.name().rstrip("0123456789").removesuffix("Backward")
+        kind = _kind(node)
         operands = sum(following is not None for following, _ in node.next_functions)
         if kind not in _SUMS | _VIEWS and not (kind in _SCALES and operands == 1):
             raise UsageError(
@@ -41,17 +45,6 @@ def keep_plain(loss: torch.Tensor) -> None:
                 "the forward of a module of the model that has these parameters, and call this module: "
                 "model.weigh(losses)."
             )
-
-
-def refuse_sharded_inputs(inputs: Any) -> None:
-    """Raises UsageError if a backward would be for certain inputs, and one of them is a sharded parameter: torch would
-    find no path to it, and compute nothing."""
-    if any(is_dtensor(one) for one in (inputs if isinstance(inputs, (list, tuple)) else [inputs])):
-        raise UsageError(
-            "backward(inputs=...): gives sharded parameters no gradients, since FSDP computes with gathered ones (got "
-            "a sharded one); call backward(loss), with the other parameters frozen before forward, or their gradients "
-            "set to None after backward."
-        )
 
 
 def _keep_placements(node: Any) -> None:
@@ -82,6 +75,10 @@ _VIEWS |= {"UnsafeView", "Permute", "Transpose", "T"}
 _SCALES = {"Mul", "Div"}
 
 
+def _kind(node: Any) -> str:
+    return node.name().rstrip("0123456789").removesuffix("Backward")
+
+
 def _plain_ones(node: Any, sharded: set[Any]) -> list[Any]:
     """The nodes of plain tensors that this node takes."""
     return [
@@ -89,6 +86,20 @@ def _plain_ones(node: Any, sharded: set[Any]) -> list[Any]:
         for following, _ in node.next_functions
         if following is not None and following not in sharded and following.name() != _ACCUMULATES
     ]
+
+
+def _scaled_nodes(root: Any, sharded: set[Any]) -> set[Any]:
+    """The sums and scales of plain values next to the loss. They may have a number of sharded tensors in them, such as
+    an adaptive weight of a loss, `weights.norm().detach() * loss`, which makes their gradients sharded."""
+    found: set[Any] = set()
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if node in found or _kind(node) not in _SUMS | _VIEWS | _SCALES:
+            continue
+        found.add(node)
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    return found - sharded
 
 
 def _with_users(nodes: Iterable[Any], among: set[Any]) -> set[Any]:
@@ -124,8 +135,8 @@ def _sharded_nodes(root: Any) -> set[Any]:
             seen.add(node)
             order.append(node)
             waiting += [following for following, _ in node.next_functions]
-    holders = [node for node in order if is_dtensor(getattr(node, "variable", None))]
-    return _with_users(holders, {node for node in order if node.name() not in _TO_PLAIN})
+    holders = [node for node in order if is_dtensor(getattr(node, "variable", None)) or _kind(node) in _TO_SHARDED]
+    return _with_users(holders, {node for node in order if _kind(node) not in _TO_PLAIN})
 
 
 def _whole(gradients: tuple[Any, ...]) -> tuple[Any, ...]:

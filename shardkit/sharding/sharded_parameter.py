@@ -26,7 +26,7 @@ _data: Any = torch.Tensor.data
 _get_data = _data.__get__
 
 
-class _Whole(torch.autograd.Function):
+class _WholeParameter(torch.autograd.Function):
     """The whole values of a sharded parameter. torch would give each rank the gradient of its own samples."""
 
     @staticmethod
@@ -126,7 +126,7 @@ class ShardedParameter(DTensor):
         """The whole values, with torch's `grad_placements`; without it their gradient is the mean over all ranks, as
         that of a parameter in forward, and backward is collective."""
         if grad_placements is None and self.requires_grad and torch.is_grad_enabled():
-            return _Whole.apply(self)
+            return _WholeParameter.apply(self)
         return super().full_tensor(grad_placements=grad_placements)
 
     new_empty, new_full = _new("new_empty"), _new("new_full")

@@ -15,6 +15,7 @@ from tests.loops import (  # noqa: F401
     handles,
     optimizers,
     phases,
+    returned,
     several_loaders,
     steps,
     tasks,

@@ -37,6 +37,8 @@ class Loop:
     refused_alone: bool = False
     """Whether they refuse it on one rank too."""
     bound: float = 3e-5
+    is_for_shards: bool = False
+    """Whether it is that of one process under sharded strategies only, as documented."""
     is_long_run_only: bool = False
     """Whether only `make test-loops` runs it, on two ranks too."""
 

@@ -354,19 +354,6 @@ def other_values_in_the_place_of_parameters(run: Run) -> None:
         run.see_mean(cross_entropy(torch.func.functional_call(inner, halves, (tokens[:, :-1],)), tokens))
 
 
-@loop(refused=dict.fromkeys((1, 2, 4, 5), "not have been used in the graph"), refused_alone=True)
-def gradients_of_autograd_grad(run: Run) -> None:
-    """Assigned by hand, without a backward. FSDP has no gradient for a parameter that it has gathered."""
-    model, optimizer = started(run)
-    for step in range(run.steps):
-        loss = loss_of(model, run.batch(step))
-        parameters = list(model.parameters())
-        for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            p.grad = gradient
-        run.step(optimizer)
-        run.see_mean(loss)
-
-
 @loop()
 def values_drawn_after_prepare(run: Run) -> None:
     """Weights that are drawn anew, and noise: the same values as in one process, whatever the part of a rank."""
@@ -400,13 +387,3 @@ def gradients_of_each_sample(run: Run) -> None:
             p.grad = gradients[name].clamp(-0.05, 0.05).mean(0)
         run.step(optimizer)
     train(run, model, optimizer, 10)
-
-
-@loop(refused=dict.fromkeys((1, 2, 4, 5), "gives sharded parameters no gradients"), refused_alone=True)
-def backward_to_given_parameters(run: Run) -> None:
-    model, optimizer = started(run)
-    for step in range(run.steps):
-        loss = loss_of(model, run.batch(step))
-        run.backward(loss, inputs=list(model.parameters()))
-        run.step(optimizer)
-        run.see_mean(loss)
