@@ -115,6 +115,5 @@ class _MeanOfGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *of_means: Any) -> Any:
-        return None, *(
-            None if one is None else whole(one).to(dtype) for one, dtype in zip(of_means, ctx.dtypes, strict=True)
-        )
+        local = [whole(one) if is_dtensor(one) else one for one in of_means]  # plain ones are whole, and equal
+        return None, *(None if one is None else one.to(dtype) for one, dtype in zip(local, ctx.dtypes, strict=True))

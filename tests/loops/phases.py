@@ -82,7 +82,11 @@ def another_accelerator_goes_on(run: Run) -> None:
         model, optimizer = run.prepare(run.unwrap(model), optimizer)
 
 
-IN_ANOTHER = {"fsdp": WHOLE, "refused": dict.fromkeys((1, 2, 4, 5), "is already sharded"), "refused_alone": True}
+IN_ANOTHER = {
+    "fsdp": WHOLE,
+    "refused": dict.fromkeys((1, 2, 4, 5, "xla"), "is already sharded"),
+    "refused_alone": True,
+}
 
 
 def _fit(run: Run, model: nn.Module, optimizer: Any, first: int) -> None:

@@ -45,11 +45,12 @@ class Loop:
     def refusal(self, strategy: int, device: str) -> str | None:
         """What the error says where the loop is refused here; None where it runs. On XLA devices tensors are whole, as
         under strategy 3."""
-        if device == "xla" and "xla" in self.refused:
-            return self.refused["xla"]
+        if device == "xla":
+            alone = self.refused.get(3) if self.refused_alone else None
+            return self.refused.get("xla", alone)
         if self.shardkit.get("ddp_find_unused_parameters") and strategy != 3 and not can_reduce_unused():
             return "FSDP supports it since torch 2.13"
-        return self.refused.get(3 if device == "xla" else strategy) if _world() > 1 or self.refused_alone else None
+        return self.refused.get(strategy) if _world() > 1 or self.refused_alone else None
 
 
 LOOPS: dict[str, Loop] = {}

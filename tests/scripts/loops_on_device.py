@@ -29,14 +29,17 @@ NOT_ON_OPENREG = (
     "channels_last_after_prepare",
     "complex_weights",
 )
-# torch_xla has no norms of complex gradients, no mean(0) of one number, no checkpoint or GradScaler of torch's own, and
-# nothing here that torch.func can differentiate. Muon computes in bf16, with other roundings.
+# torch_xla has no norms of complex gradients, no mean(0) of one number, no checkpoint or GradScaler of torch's own, no
+# tensors whose sizes depend on values, and nothing here that torch.func can differentiate. Muon computes in bf16, with
+# other roundings.
 # A line search compiles each trial.
 NOT_ON_XLA = (
     "complex_weights",
     "a_penalty_in_the_loss",
     "recomputing_by_a_backward_inside",
     "recomputing_by_hooks",
+    "recomputing_a_module_that_ran_twice",
+    "rows_and_elements_one_by_one",
     "gradients_of_each_sample",
     "with_muon",
     "with_lbfgs",
