@@ -5,7 +5,8 @@ and between meshes over the same ranks: a library that shards a reference model 
 a mesh without our names, and then mixes the trained weights into it; and of a norm or another value that is pending:
 `p.grad.norm().clamp_(min=eps)` of adaptive clipping, `norm += eps`; and the identity of `nn.init.eye_`, which torch
 would write into each rank's part, of another size then; and into `empty_like(p.T @ p)`, which torch takes for pending,
-so that what each rank writes is added up. (Checked on torch 2.11 to 2.15.)
+so that what each rank writes is added up; and with plain tensors of the whole shape, which count as equal on all ranks:
+noise added to a gradient, a mask. (Checked on torch 2.11 to 2.15.)
 """
 
 from collections.abc import Sequence
@@ -19,11 +20,22 @@ from torch.distributed.tensor import DTensor, Placement
 from shardkit.distributed.tensors import is_dtensor, local_part, own_part, whole
 from shardkit.errors import UsageError
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
-from shardkit.sharding.settled import is_pending, is_single, redistributed, settle_in_place, settled_placements
+from shardkit.sharding.settled import (
+    is_pending,
+    is_single,
+    redistributed,
+    settle_in_place,
+    settled_placements,
+    with_own_parts,
+)
 
 _aten = torch.ops.aten
+_WITH_TENSORS = (
+    *(_aten.lerp_.Scalar, _aten.lerp_.Tensor, _aten.addcmul_.default, _aten.addcdiv_.default),
+    *(_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor, _aten.clamp_.Tensor),
+)
 _OF_NUMBERS = (
-    *(_aten.clamp_.default, _aten.clamp_.Tensor, _aten.clamp_min_.default, _aten.clamp_max_.default),
+    *(_aten.clamp_.default, _aten.clamp_min_.default, _aten.clamp_max_.default),
     *(_aten.pow_.Scalar, _aten.sqrt_.default, _aten.rsqrt_.default, _aten.reciprocal_.default),
     *(_aten.abs_.default, _aten.neg_.default, _aten.exp_.default, _aten.log_.default),
 )
@@ -33,7 +45,7 @@ _OF_NUMBERS = (
 def install() -> None:
     """Makes it that of whole tensors. Has an effect once per process."""
     handle((_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor), _change)
-    handle(_OF_NUMBERS, _settle)
+    handle((*_WITH_TENSORS, *_OF_NUMBERS), _settle)
     handle((_aten.eye.out, _aten.eye.m_out), _identity)
     handle((_aten.empty_like.default, _aten.new_empty.default, _aten.new_empty_strided.default), _empty)
     handle((_aten.t_.default, _aten.transpose_.default), _refuse_transposition)
@@ -44,6 +56,7 @@ def _change(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     tensor, value = args
     if not is_dtensor(tensor) and not value.dim():
         return operator(tensor, whole(value), **kwargs)  # a plain tensor counts as equal on all ranks
+    tensor, value = args = with_own_parts(args)
     if is_dtensor(tensor) and is_dtensor(value) and _are_over_the_same_ranks(tensor.device_mesh, value.device_mesh):
         value = _on(tensor.device_mesh, value.placements, value)
         args = (tensor, value)
@@ -57,7 +70,7 @@ def _settle(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """Collective where the tensor's value is pending, and the operator does not keep it so."""
     tensor = args[0]
     if not is_dtensor(tensor) or not is_pending(tensor):
-        return as_torch_does(operator, args, kwargs)
+        return as_torch_does(operator, with_own_parts(args), kwargs)
     before = local_part(tensor).clone()
     try:
         return as_torch_does(operator, args, kwargs)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardkit.distributed.tensors import is_dtensor
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
-from shardkit.sharding.settled import has_empty_part, replicated, settle
+from shardkit.sharding.settled import has_empty_part, replicated, settle, with_own_parts
 
 _aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # the numbers of ATen's reductions
@@ -82,7 +82,7 @@ def _sum(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _quotient(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    dividend, divisor = args
+    dividend, divisor = with_own_parts(args) if operator is _aten.div_.Tensor else args
     return as_torch_does(operator, (dividend, settle(divisor)), kwargs)
 
 

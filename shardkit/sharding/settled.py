@@ -130,6 +130,20 @@ def is_pending(tensor: DTensor) -> bool:
     return any(placement.is_partial() for placement in tensor.placements)
 
 
+def with_own_parts(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with this rank's parts of plain tensors that have the shape of the first, a sharded one."""
+    tensor = args[0]
+    if not is_dtensor(tensor) or is_pending(tensor):
+        return args
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or is_dtensor(value) or value.shape != tensor.shape or not value.dim():
+            return value
+        return sharded_like(own_part(value, tensor).to(local_part(tensor).device), tensor)
+
+    return tensor, *map(own, args[1:])
+
+
 def replicated(tensor: DTensor) -> DTensor:
     return redistributed(tensor, [Replicate()] * tensor.device_mesh.ndim)
 

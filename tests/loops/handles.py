@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from shardkit.distributed.collectives import broadcast_object_list
-from tests.loops.net import Net, adam, loss_of, started, train
+from tests.loops.net import Net, adam, evaluate, loss_of, started, train
 from tests.loops.run import WORDS, Run, loop, whole
 
 SHARDED = (1, 2, 4, 5)
@@ -244,6 +244,29 @@ def rows_and_elements_one_by_one(run: Run) -> None:
         run.see_mean(loss)
         run.seen += [float(one) for one in inner.head.bias.detach()]
         run.seen += [float(len(weight.detach().clamp(min=0).nonzero()))]
+
+
+@loop()
+def plain_values_in_place(run: Run) -> None:
+    """Noise, masks and averages that are whole on all ranks, in gradients and weights."""
+    model, optimizer = started(run)
+    for step in range(run.steps):
+        run.backward(loss_of(model, run.batch(step)))
+        drawn = torch.Generator().manual_seed(step)
+        for p in model.parameters():
+            noise = torch.randn(p.shape, generator=drawn).to(run.device)
+            p.grad += 0.01 * noise
+            p.grad *= noise > -1
+            p.grad /= 1 + noise.abs()
+            p.grad.masked_fill_(noise > 1, 0.0).clamp_(min=-noise.abs(), max=noise.abs())
+            p.grad.addcmul_(p.grad, noise, value=0.1).addcdiv_(noise, 1 + noise.abs(), value=1e-3)
+        run.step(optimizer)
+        with torch.no_grad():
+            for p in model.parameters():
+                average = torch.randn(p.shape, generator=drawn).to(run.device)
+                p.lerp_(average, 0.01).sub_(0.01 * average)
+                p.data.mul_(average > -1).add_(average, alpha=0.01)
+        evaluate(run, model)
 
 
 @loop(refused=dict.fromkeys(SHARDED, "a part of it is a copy, so writing to this one"), refused_alone=True)
