@@ -348,6 +348,23 @@ def test_ranks_are_started_again_and_resume(tmp_path):
     assert resumed == ["never", "never", "auto", "auto", "auto"]  # what lay there before this launch is not its own
 
 
+def test_the_stacks_of_a_hang_are_kept_over_a_restart(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os, signal, sys, time\n"
+        "from pathlib import Path\n"
+        "stacks, number = Path('logs/rank0.stack'), os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "before = stacks.stat().st_size\n"
+        "os.kill(os.getpid(), signal.SIGUSR2)\n"
+        "while 'in <module>' not in stacks.read_text()[before:]:\n"
+        "    time.sleep(0.01)\n"
+        "sys.exit(number == '0')\n"
+    )
+    done = launch(tmp_path, "-n", "1", "--restarts", "1", "--logs", "logs", "train.py")
+    assert done.returncode == 0, done.stderr
+    stacks = (tmp_path / "logs/rank0.stack").read_text()
+    assert len(re.findall(r'train\.py", line \d in <module>', stacks)) == 2, stacks
+
+
 @pytest.mark.fault_row(38)
 def test_restarts_that_get_nowhere_are_given_up(tmp_path):
     done = launch(tmp_path, "-n", "2", "--restarts", "9", script("again"), str(tmp_path), "99")

@@ -1000,6 +1000,9 @@ def test_what_is_said_of_slow_ranks():
     assert said[0] == "launch: no progress for 5 s, but rank 1 is at work at train.py:2. The run continues."
     assert said[1].startswith("  Rank 0 waits for its peers in a collective; the run is ended after 15 s without")
     assert "accelerator.pause()" in said[2]
+    ranks[2] = rank(2, 11.0)
+    said = warning(ranks, {0: WAITS, 1: WORKS, 2: WAITS}, 5.0).splitlines()
+    assert said[1].startswith("  Ranks 0, 2 wait for their peers in a collective; the run is ended after")
 
 
 IN_A_COLLECTIVE = """\
@@ -1086,6 +1089,23 @@ def test_restarts_go_on_while_checkpoints_come():
     assert "given up after 4 restarts (3 in a row without a new checkpoint)" in str(final)
     assert str(final).count("rank 0 failed first: X") == 5
     assert final.exit_code == 1
+
+
+def test_a_restart_is_announced_with_the_whole_cause():
+    """An error may have what is wrong in its second line; the table of a hang has the rank that the others wait for."""
+    restarts = Restarts(allowed=3)
+    outcome = RankOutcome(
+        0, exit_code=3, error=RankError(0, "CheckpointError", "not loaded:\n  no file", "", "", 3, False, 5.0)
+    )
+    report = RankFailure(diagnosis.render(diagnosis.diagnose([outcome]), 0.0, "logs"), 3)
+    hang = HangError("launch: HANG, no progress for 6 s\n  rank 0  step 1\n  First to stop: rank 0.")
+    for error, cause in (
+        (report, "rank 0 failed first: CheckpointError: not loaded:, after 5.0 s.\n      no file"),
+        (hang, str(hang).removeprefix("launch: ")),
+    ):
+        restarts.count(error)
+        said = restarts.announcement(error)
+        assert said == f"{cause}\nlaunch: restart {restarts.number} of 3, no checkpoint yet"
 
 
 def test_one_restart_is_counted_as_one():

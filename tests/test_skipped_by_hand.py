@@ -110,18 +110,20 @@ def messages_of_an_unused_rest(folder):
     return lines
 
 
-def trained_on_two(folder, start, stop):
-    """What is told of loops over two loaders that are read in turns, of 6 and 8 batches."""
-    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "MULTI_CPU"})
+def trained_on_two(folder, start, stop, lengths=(6, 8), window=1):
+    """What is told of loops over two loaders that are read in turns, of so many batches."""
+    config = {"use_cpu": True, "distributed_type": "MULTI_CPU"}
+    accelerator = Accelerator(config=config, gradient_accumulation_steps=window)
     model = torch.nn.Linear(1, 1)
-    loaders = [DataLoader(torch.ones(length, 1), batch_size=1) for length in (6, 8)]
+    loaders = [DataLoader(torch.ones(length, 1), batch_size=1) for length in lengths]
     model, optimizer, *loaders = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), *loaders)
     with log_lines("shardkit.data") as lines:
         if start:
             accelerator.load_state(folder)
         for number, batches in enumerate(zip(*loaders, strict=False), start + 1):
-            accelerator.backward(model(torch.cat(batches)).mean())
-            optimizer.step()
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.cat(batches)).mean())
+                optimizer.step()
             if number == stop:
                 accelerator.save_state(folder)
                 break
@@ -141,6 +143,12 @@ def test_a_rest_of_the_epoch_that_is_not_trained_on_is_told(ranks, tmp_path):
 def test_the_rest_of_loops_that_are_read_in_turns_was_trained_on(ranks, tmp_path):
     assert ranks.run(1, trained_on_two, tmp_path / "two", 0, 4) == [([], 4)]
     assert ranks.run(1, trained_on_two, tmp_path / "two", 4, None) == [([], 6)]
+
+
+def test_a_rest_in_an_open_window_was_trained_on(ranks, tmp_path):
+    """Of the loader that is read first: the window ends with the epoch of the other one."""
+    assert ranks.run(1, trained_on_two, tmp_path / "two", 0, 4, (5, 9), 2) == [([], 4)]
+    assert ranks.run(1, trained_on_two, tmp_path / "two", 4, None, (5, 9), 2) == [([], 5)]
 
 
 def test_with_accelerates_meaning_the_loop_starts_its_epoch_again(ranks, tmp_path):

@@ -201,9 +201,9 @@ class Loop:
 
     @property
     def has_wasted_rest(self) -> bool:
-        """Whether it began at a restored position and ended without a micro-batch or a step. (Of loops that are read in
-        turns, a micro-batch counts for the last.)"""
-        return self.is_finished and self.yielded > 0 and self.restored_batches > 0 and not self.steps
+        """Whether it began at a restored position and ended without a backward or a step."""
+        is_unused = self.restored_batches > 0 and not (self.is_trained_on or self.steps)
+        return self.is_finished and self.yielded > 0 and is_unused
 
     @property
     def wasted_rest(self) -> str:

@@ -89,7 +89,7 @@ def run(spec: LaunchSpec) -> Path:
         with meeting.opened(spec, greeting(spec), say) as machines:
             while (error := run_attempt(spec, start, machines, log_dir, restarts)) is not None:
                 restarts.count(error)
-                say(restarts.announcement())
+                say(f"launch: {restarts.announcement(error)}")
     return log_dir
 
 

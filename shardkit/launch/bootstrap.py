@@ -49,8 +49,9 @@ def main(arguments: list[str]) -> int:
     log_dir = Path(env.get(names.LOG_DIR) or ".")
     log_file = open(names.log_path(log_dir, rank), "ab", buffering=0, opener=rank_files.private)  # noqa: SIM115
     faulthandler.enable()
-    # A descriptor, since it stays open until the process ends: a file would be warned of under python -X dev.
-    stack_file = rank_files.private(str(names.stack_path(log_dir, rank)), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    # A descriptor, since it stays open until the process ends: a file would be warned of under python -X dev. After a
+    # restart the stacks of the hang before it are still there.
+    stack_file = rank_files.private(str(names.stack_path(log_dir, rank)), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.register(processes.STACKS_SIGNAL, file=stack_file)
     processes.take_stack_signals()
     progress.post("starting", 0, is_watched=False)  # from here on the launcher sends signals

@@ -122,6 +122,9 @@ OUT_OF_MEMORY_SIGNS = (
 )
 """Out-of-memory messages of torch and its libraries that are not torch.OutOfMemoryError."""
 
+OF_THE_CAUSE = "    "
+"""Begins the further lines of the cause in a report."""
+
 
 @dataclass(frozen=True)
 class RankOutcome:
@@ -221,7 +224,7 @@ def render(diagnosis: Diagnosis, started_s: float, log_dir: str, saved_step: int
     first, *more = diagnosis.cause.split("\n")
     next_step = _next_step(outcome)
     lines = [f"launch: rank {diagnosis.rank} failed first: {first}{where}{after}{step}."]
-    lines += [f"    {line}" for line in more]
+    lines += [f"{OF_THE_CAUSE}{line}" for line in more]
     if diagnosis.others:
         lines.append(f"  then     {'; '.join(diagnosis.others[:4])}{_and_more(len(diagnosis.others) - 4)}")
     if saved_step >= 0:

@@ -196,7 +196,7 @@ class Leader:
             self._change(newcomers.why, error)
         elif self._restarts.allows(error):
             self._restarts.count(error)
-            self._why = self._restarts.announcement()
+            self._why = self._restarts.announcement(error)
         else:
             raise self._restarts.final(error)
         return True

@@ -10,7 +10,7 @@ from enum import Enum
 
 from shardkit.launch.rank_files import RankProgress
 from shardkit.launch.stacks import Stack
-from shardkit.wording import first_few
+from shardkit.wording import first_few, ranks_text
 
 PATIENCE = 3
 """Number of hang timeouts after which a run is ended although the rank that others wait for uses CPU time: it may be in
@@ -181,12 +181,15 @@ def warning(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], timeout_s: floa
     lines = [f"launch: no progress for {timeout_s:g} s, but {who}. The run continues."]
     has_posted = any(rank.has_posted for rank in ranks.values())
     limit = f"; the run is ended after {PATIENCE * timeout_s:g} s without progress" if has_posted else ""
-    for what, numbers in (
-        ("waits for its peers in a collective", [number for number, one in sorted(seen.items()) if one.waits]),
-        ("waits for its device", [number for number, one in sorted(seen.items()) if one.may_wait and not one.waits]),
+    for_peers = [number for number, one in sorted(seen.items()) if one.waits]
+    for_device = [number for number, one in sorted(seen.items()) if one.may_wait and not one.waits]
+    for numbers, one_waits, all_wait in (
+        (for_peers, "waits for its peers in a collective", "wait for their peers in a collective"),
+        (for_device, "waits for its device", "wait for their devices"),
     ):
         if numbers:
-            lines.append(f"  Rank {', '.join(map(str, numbers))} {what}{limit}.")
+            waits = one_waits if len(numbers) == 1 else all_wait
+            lines.append(f"  {ranks_text(numbers).capitalize()} {waits}{limit}.")
     if has_posted:
         lines.append("  In long work call accelerator.progress() regularly, or wrap it in `with accelerator.pause():`.")
     return "\n".join(lines)

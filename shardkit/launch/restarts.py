@@ -1,8 +1,10 @@
 """When ranks are started again after a failure, and when that is given up."""
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from shardkit.errors import EXIT_CONFIG, EXIT_INTERRUPTED, HangError, Preempted, RankFailure, ShardkitError
+from shardkit.launch.diagnosis import OF_THE_CAUSE
 from shardkit.wording import counted
 
 WITHOUT_CHECKPOINT = 3
@@ -39,10 +41,10 @@ class Restarts:
         self.in_vain += 1
         self.causes.append(first_line(error))
 
-    def announcement(self) -> str:
-        """The line before the ranks are started again."""
+    def announcement(self, error: ShardkitError) -> str:
+        """What is said before the ranks are started again, after this error."""
         resumed = f"from step {self.newest_step}" if self.newest_step >= 0 else "no checkpoint yet"
-        return f"{self.causes[-1]}\nlaunch: restart {self.number} of {self.allowed}, {resumed}"
+        return f"{cause_of(error)}\nlaunch: restart {self.number} of {self.allowed}, {resumed}"
 
     def final(self, error: ShardkitError) -> ShardkitError:
         """The error that the run ends with, after the causes of all restarts."""
@@ -70,3 +72,12 @@ def is_worth_repeating(error: ShardkitError) -> bool:
 def first_line(error: ShardkitError) -> str:
     """The cause in one line."""
     return str(error).splitlines()[0].removeprefix("launch: ")
+
+
+def cause_of(error: ShardkitError) -> str:
+    """The cause as a report has it, without what it says after that; of a hang all, with the table of the ranks."""
+    first, *more = str(error).splitlines()
+    is_told = isinstance(error, HangError)
+    return "\n".join(
+        [first.removeprefix("launch: "), *takewhile(lambda line: is_told or line.startswith(OF_THE_CAUSE), more)]
+    )
