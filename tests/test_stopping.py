@@ -173,6 +173,25 @@ def test_a_resumed_run_that_saves_nothing_new_says_so(tmp_path, capsys, steps):
     assert told == (steps == 3)
 
 
+@pytest.mark.parametrize(
+    ("count", "resume", "is_told"), [("1", "never", True), ("0", "never", False), ("1", "auto", False)]
+)
+def test_a_restart_by_torchrun_that_begins_again_beside_checkpoints_says_so(
+    tmp_path, monkeypatch, capsys, count, resume, is_told
+):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+    settings = {"use_cpu": True, "distributed_type": "NO", "shardkit": {"checkpoint": {"resume": resume}}}
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    for is_second in (False, True):
+        accelerator = Accelerator(config=settings, project_config=project)
+        accelerator.prepare(torch.nn.Linear(2, 2))
+        assert accelerator.resume() == (is_second and resume == "auto")
+        assert ("this is a restart" in capsys.readouterr().err) == (is_second and is_told)
+        if not is_second:
+            accelerator.save_state()
+        accelerator.end_training()
+
+
 def test_after_the_end_of_its_last_run_ctrl_c_interrupts_a_script(tmp_path, monkeypatch):
     files.write(files.read_text("distributed_type: 'NO'\nuse_cpu: true\n").config, tmp_path / "resolved.yaml")
     monkeypatch.setenv(env.RESOLVED, str(tmp_path / "resolved.yaml"))

@@ -103,6 +103,7 @@ def resume(run: Run, data_position: bool = True, strict: bool = True) -> bool:
     """Restores the checkpoint that the configuration selects; returns whether it did. Collective."""
     wanted = run.config.shardkit.checkpoint.resume
     if wanted == "never":
+        _warn_of_another_attempt(run)
         return False
     from shardkit.runtime import loading, saving
 
@@ -118,6 +119,22 @@ def resume(run: Run, data_position: bool = True, strict: bool = True) -> bool:
     if not found and run.process.is_main:
         _tell_of_the_start(saving.root_of(run))
     return found
+
+
+def _warn_of_another_attempt(run: Run) -> None:
+    """Of a run that does not resume, on rank 0: a warning where torchrun has restarted it and checkpoints are there."""
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT")
+    if attempt in (None, "", "0") or not run.process.is_main or not names_checkpoints(run):
+        return
+    from shardkit.runtime import saving
+
+    with suppress(ShardkitError, OSError):
+        if found := folder.steps(saving.root_of(run)):
+            log.warning(
+                "checkpoint.resume: this is a restart (TORCHELASTIC_RESTART_COUNT=%s) that trains from the start, "
+                "though there is %s; set shardkit.checkpoint.resume: auto, with which it goes on from there.",
+                *(attempt, found[0].path),
+            )
 
 
 def _tell_of_the_start(root: Place) -> None:
