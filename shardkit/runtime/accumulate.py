@@ -168,8 +168,9 @@ class Accumulation:
         finally:
             self._is_own_backward = False
 
-    def note_backward(self, model: nn.Module) -> None:
-        """Notes that a backward through a prepared model has ended, regardless of the caller."""
+    def note_backward(self, model: nn.Module, has_gradients: bool) -> None:
+        """Notes that a backward through a prepared model has ended, regardless of the caller. `has_gradients`: whether
+        it has given parameters gradients, which `torch.autograd.grad` does not."""
         if self.deferred_gradients.is_finishing:
             return
         self.turns.note_backward(model)
@@ -181,7 +182,7 @@ class Accumulation:
             loader.note_backward()
         self._backwards = replace(
             self._backwards,
-            by_script=self._backwards.by_script + (not self._is_own_backward),
+            by_script=self._backwards.by_script + (has_gradients and not self._is_own_backward),
             through_models=self._backwards.through_models + 1,
         )
 

@@ -59,7 +59,7 @@ class Backwards:
     """Calls of `accelerator.backward`."""
 
     by_script: int = 0
-    """Backwards through prepared models that the script called itself: `loss.backward()`."""
+    """Backwards that the script called itself, and that gave prepared models gradients: `loss.backward()`."""
 
     through_models: int = 0
     """Ended backwards through prepared models, regardless of the caller."""

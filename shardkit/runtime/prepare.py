@@ -229,9 +229,9 @@ def _warn_of_composed(run: Run, model: nn.Module) -> None:
         )
 
 
-def _note_backward(of_run: ReferenceType[Run], of_model: ReferenceType[nn.Module]) -> None:
+def _note_backward(of_run: ReferenceType[Run], of_model: ReferenceType[nn.Module], has_gradients: bool) -> None:
     if (run := of_run()) is not None and (model := of_model()) is not None:
-        run.accumulation.note_backward(model)
+        run.accumulation.note_backward(model, has_gradients)
 
 
 def _prepared(run: Run, model: nn.Module) -> nn.Module | None:

@@ -45,7 +45,7 @@ class Replica(DistributedDataParallel):
     def __init__(self, model: nn.Module, reduce_in: torch.dtype, section: DdpConfig, **settings: Any) -> None:
         self._reduce_in, self._section, self._settings = reduce_in, section, settings
         self._may_be_unused = settings["find_unused_parameters"] or section.static_graph
-        self.at_end_of_backward: list[Callable[[], None]] = []
+        self.at_end_of_backward: list[Callable[[bool], None]] = []
         self._engage(model)
         # Of a replica whose torch reducer is gone, the parameters that it reduces by itself.
         self._left: list[nn.Parameter] | None = None
@@ -237,7 +237,7 @@ class Replica(DistributedDataParallel):
         if self.require_backward_grad_sync:
             self._reduce_rest(arrived)
         for call in self.at_end_of_backward:
-            call()
+            call(bool(arrived))
 
     def _reduce_rest(self, arrived: list[torch.Tensor]) -> None:
         """Reduce the gradients that torch's reducer does not reduce. `arrived`: parameters with a gradient in this

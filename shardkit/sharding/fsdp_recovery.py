@@ -41,6 +41,7 @@ def _recover(state: Any) -> None:
     is_backward = context.post_backward_final_callback_queued
     if is_backward:
         state._pass.keeps_graph = state._pass.is_second_due = state._pass.is_second_due_again = False
+        state._pass.has_gradients = False
     for one in context.all_states:
         one._training_state = TrainingState.IDLE
         for group in groups_of(one):

@@ -65,6 +65,8 @@ class _Pass:
     is_second_due_again: bool = False
     """That backward ends, and keeps the graph for another one (retain_graph=True): gradients are reduced, nothing is
     freed."""
+    has_gradients: bool = False
+    """This backward has given a parameter a gradient. (That of `torch.autograd.grad` gives none.)"""
     before_forward: list[Callable[[], None]] = field(default_factory=list)
     """Called before each forward, at the first unit that it enters."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
@@ -91,6 +93,7 @@ class UnitState(FSDPState):
         return super()._pre_backward(grad)
 
     def _gradient_arrived(self, _: torch.Tensor) -> None:
+        self._pass.has_gradients = True
         self._register_root_post_backward_final_callback()
 
     def _root_post_backward_final_callback(self) -> None:
@@ -104,6 +107,7 @@ class UnitState(FSDPState):
         self._pass.is_second_due, self._pass.is_second_due_again = is_due_again, False
         for call in self._pass.at_end:
             call()
+        self._pass.has_gradients = False
 
     def _begin_second_backward(self) -> None:
         """The backward that built the graph of gradients has ended; parameters stay gathered for the next one."""

@@ -136,16 +136,17 @@ def _release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def at_end_of_backward(model: nn.Module, call: Callable[[], None]) -> None:
-    """Call `call` at the end of each backward through a model that `parallelize` returned."""
+def at_end_of_backward(model: nn.Module, call: Callable[[bool], None]) -> None:
+    """Call `call` at the end of each backward through a model that `parallelize` returned: with whether any of its
+    parameters got a gradient."""
     if is_fsdp(model):
         from shardkit.sharding import fsdp_unit
 
-        fsdp_unit.at_end_of_backward(model, [], call)
+        fsdp_unit.at_end_of_backward(model, [], lambda: call(fsdp_unit.root_of(model)._pass.has_gradients))
     elif isinstance(model, Replica):
         model.at_end_of_backward.append(call)
     else:
-        watch_backward(model, lambda _: call())
+        watch_backward(model, lambda _: call(True))
 
 
 def units_and_blocks(model: nn.Module, config: Config) -> tuple[Units, list[nn.Module]]:
