@@ -24,7 +24,7 @@ from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
 from tests import loops, models
 from tests.loops import vectors
-from tests.loops.net import loss_of, started
+from tests.loops.net import layers, loss_of, started
 from tests.models import Reductions
 
 
@@ -307,6 +307,37 @@ def test_gradients_without_fp16s_loss_scale_are_refused(ranks, begins_well):
             "optimizer step: gradients lack the loss scale that fp16 needs (got a call of loss.backward()); call "
             "accelerator.backward(loss)."
         )
+
+
+def gradient_penalty(strategy: int, is_in_loss: bool) -> list[float]:
+    """Losses under fp16, with gradients of the inputs: in the loss, or between backward and step."""
+    torch.manual_seed(0)
+    one = loops.LOOPS["gradient_penalty"]
+    config = loops.config_of(strategy, one).model_copy(update={"mixed_precision": "fp16"})
+    run = loops.RanksRun(accelerator=Accelerator(config=config))
+    model = layers(5, 7, 1)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        loss = 0.01 * model(run.draw(step, 5)).square().mean()
+        if is_in_loss:
+            inputs = run.draw(step, 5).requires_grad_()
+            (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+            loss = loss + 0.01 * slope.square().mean()
+        run.backward(loss)
+        if not is_in_loss:
+            inputs = run.draw(step, 5).requires_grad_()
+            torch.autograd.grad(model(inputs).sum(), inputs)
+        assert run.accelerator.clip_grad_norm_(model.parameters(), 1.0).isfinite()
+        run.step(optimizer)
+        run.see_mean(loss)
+    return run.seen
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_gradients_of_inputs_need_no_loss_scale(ranks, strategy):
+    for is_in_loss in (True, False):
+        for losses in ranks.run(2, gradient_penalty, strategy, is_in_loss):
+            assert losses == pytest.approx(ranks.run(1, gradient_penalty, strategy, is_in_loss)[0], abs=1e-4)
 
 
 def weighed_by_returned_gradients(strategy: int) -> float:
