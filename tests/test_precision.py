@@ -340,6 +340,34 @@ def test_gradients_of_inputs_need_no_loss_scale(ranks, strategy):
             assert losses == pytest.approx(ranks.run(1, gradient_penalty, strategy, is_in_loss)[0], abs=1e-4)
 
 
+def clipped_for_another(strategy: int) -> list[float]:
+    """Norms under fp16, where a second optimizer of the same parameters takes over; in the last step they overflow."""
+    run = loops.Run()
+    if strategy:
+        config = loops.config_of(strategy, loops.LOOPS["usual"]).model_copy(update={"mixed_precision": "fp16"})
+        run = loops.RanksRun(accelerator=Accelerator(config=config))
+    torch.manual_seed(0)
+    model, first = started(run)
+    second = run.prepare(torch.optim.SGD(run.unwrap(model).parameters(), lr=0.1))
+    for step in range(5):
+        loss = loss_of(model, run.batch(step)) * (float("inf") if step == 4 else 1.0)
+        run.backward(loss)
+        run.clip(model.parameters(), 0.5)
+        optimizer = second if step >= 2 else first
+        optimizer.step()
+        optimizer.zero_grad()
+        if not run.is_plain:
+            assert optimizer.step_was_skipped == (step == 4)
+    return run.seen[:4]
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_two_optimizers_of_the_same_parameters_unscale_their_gradients_once(ranks, strategy):
+    expected = clipped_for_another(0)
+    for norms in ranks.run(2, clipped_for_another, strategy):
+        assert norms == pytest.approx(expected, rel=0.03)
+
+
 def weighed_by_returned_gradients(strategy: int) -> float:
     """The norm of the gradients of a step, before which `torch.autograd.grad` has returned some without a scale."""
     config = loops.config_of(strategy, loops.LOOPS["usual"]).model_copy(update={"mixed_precision": "fp16"})

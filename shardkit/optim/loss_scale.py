@@ -123,6 +123,12 @@ class LossScale:
             )
         self._scaler.unscale_(optimizer)
 
+    def share(self, unscaled: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+        """Takes what `unscale` found of the gradients of one optimizer for another one, of the same parameters."""
+        if self._scaler is not None:
+            states = self._scaler._per_optimizer_states
+            states[id(optimizer)] = states[id(unscaled)]
+
     def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer's unscaled gradients are not finite on any rank."""
         if self._scaler is None:

@@ -83,6 +83,8 @@ class Accumulation:
         self._returned_before_window = hooks.times_returned()
         self._is_own_backward = False
 
+        self.optimizers: WeakSet[Any] = WeakSet()
+        """The prepared optimizers, which add themselves."""
         self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
         """The optimizers that have taken part in the present step."""
         self._has_stepped_in_micro_batch = False

@@ -43,6 +43,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         self._stepped_at = NEVER
         self._has_stepped = False
         self.optimizer = optimizer
+        accumulation.optimizers.add(self)
 
     def __repr__(self) -> str:
         return f"Accelerated{self.optimizer!r}"
@@ -164,11 +165,22 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         moment = self._accumulation.gradient_moment
         if self._final_at == moment:
             return
+        if (twin := self._twin(moment)) is not None:
+            self._accumulation.loss_scale.share(twin.optimizer, self.optimizer)
+            self._final_at = moment
+            return
         self._accumulation.unscale(self.optimizer)
         self._final_at = moment
         factor = self._accumulation.shortfall()
         if factor != 1.0:
             multiply_gradients_(self.parameters, factor)
+
+    def _twin(self, moment: tuple[str, int]) -> "AcceleratedOptimizer | None":
+        """Another optimizer of the same parameters, such as the one before a change from AdamW to SGD, by which their
+        gradients are final already."""
+        own = {*map(id, self.parameters)}
+        done = (one for one in self._accumulation.optimizers if one is not self and one._final_at == moment)
+        return next((one for one in done if {*map(id, one.parameters)} == own), None)
 
     def _refuse_closure(self) -> None:
         """UsageError where a closure would not be called, or where its gradients would not be unscaled."""

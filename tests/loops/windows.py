@@ -258,6 +258,29 @@ def epochs_that_end_in_a_window(run: Run) -> None:
             run.see_mean(loss)
 
 
+@loop(accumulation=2)
+def an_optimizer_after_another(run: Run) -> None:
+    """Of the same parameters; both are prepared. The last window of an epoch is short, and gradients are clipped."""
+    model = Net()
+    several = adam(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+    model, *several, loader = run.prepare(model, *several, run.loader(36))
+    for epoch in range(4):
+        optimizer = several[epoch // 2]
+        for number, batch in enumerate(loader):
+            with run.accumulate(model):
+                loss = loss_of(model, batch)
+                if run.is_plain:
+                    (loss if number == 2 else loss / 2).backward()
+                else:
+                    run.backward(loss)
+                if number in (1, 2):
+                    run.clip(model.parameters(), 0.5)
+                if not run.is_plain or number in (1, 2):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            run.see_mean(loss)
+
+
 def _schedule_by_epoch(run: Run, batches: Callable[[Any], Iterator[tuple[int, Any]]]) -> None:
     """The loop leaves each epoch in the middle of a window; the schedule moves once an epoch all the same."""
     model = Net()
