@@ -36,7 +36,7 @@ from shardkit.compat.local_sgd import LocalSGD
 from shardkit.compat.members import MEMBERS
 from shardkit.compat.mesh_sizes import ParallelismConfig
 from shardkit.compat.models import get_mixed_precision_context_manager, load_checkpoint_in_model
-from shardkit.compat.operations import gather
+from shardkit.compat.operations import gather, gather_object
 from shardkit.compat.plugins import (
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
@@ -223,6 +223,31 @@ def test_one_process_gathers_what_it_has(clean_states):
     for gathers in (gather, accelerator.gather, accelerator.gather_for_metrics):
         assert f"{gathers(loss):.1f}" == "2.5" and not gathers({"loss": loss})["loss"].requires_grad
     assert accelerator.gather_for_metrics(["a"]) == ["a"]
+
+
+def objects_of_ranks():
+    place = PartialState(cpu=True)
+    rank = place.process_index
+    given = [
+        (rank, "x"),
+        {rank},
+        torch.tensor([rank, 5]).numpy(),
+        torch.tensor([rank]),
+        {"rank": rank},
+        "ab",
+        torch.tensor(rank),
+    ]
+    return [gather_object(one) for one in given]
+
+
+def test_gathered_objects_are_one_list(ranks):
+    for found in ranks.run(2, objects_of_ranks):
+        assert found == [[0, "x", 1, "x"], [0, 1], [0, 5, 1, 5], [0, 1], [{"rank": 0}, {"rank": 1}], ["ab"] * 2, [0, 1]]
+
+
+def test_a_class_is_returned_as_it_is(clean_states):
+    kind = torch.optim.lr_scheduler.StepLR
+    assert Accelerator(config=ALONE).prepare(kind) is kind
 
 
 def saved_and_loaded(folder):

@@ -237,8 +237,9 @@ def refusals() -> list[str]:
     accelerator = Accelerator(config=FULL)
     model, other = Model(), Model()
     messages = []
+    warming = Warming(torch.optim.SGD(model.parameters(), lr=1))
     with pytest.raises(UsageError) as caught:
-        accelerator.prepare(model, {"lr": 1}, "text", Warming(torch.optim.SGD(model.parameters(), lr=1)))
+        accelerator.prepare(model, {"lr": 1}, "text", warming, torch.optim.lr_scheduler.StepLR)
     messages.append(str(caught.value))
     model = accelerator.prepare(model)
     with pytest.raises(UsageError) as caught:
@@ -260,6 +261,7 @@ def test_what_cannot_be_prepared_is_refused_in_words(ranks):
             "prepare: argument 3 is neither model, optimizer, data loader nor scheduler (got str); leave it out.",
             "prepare: argument 4 has zero_grad() as optimizers have, but is no torch.optim.Optimizer (got Warming); "
             "derive it from that, or prepare the optimizer inside, and create Warming around the prepared one.",
+            "prepare: argument 5 is a class (got StepLR); give an object of it.",
         ]
         assert strangers.startswith("prepare: SGD trains parameters of no prepared model (got 10 of 10")
         assert unknown.startswith("clip: not parameters of a prepared model (got 10); use model.parameters()")

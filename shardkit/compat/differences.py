@@ -76,8 +76,7 @@ DIFFERENCES = [
     ),
     Difference(
         ("Accelerator.split_between_processes", "PartialState"),
-        "split_between_processes returns nothing on some ranks if there are fewer items than ranks; Accelerate returns "
-        "the last item again",
+        "split_between_processes also splits arrays and texts; Accelerate gives each rank the whole",
         "each item occurs once in gathered results",
     ),
     Difference(

@@ -51,8 +51,10 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
 
 
 def gather_object(object: Any) -> list[Any]:
-    """The objects of all ranks as one list. Collective."""
-    return collectives.gather_object(object)
+    """The objects of all ranks as one list: the items of a list, tuple, set or array; a dict or a text is one object.
+    Collective."""
+    is_one = isinstance(object, (Mapping, str, bytes)) or getattr(object, "ndim", 1) == 0
+    return collectives.gather_object([*object] if isinstance(object, Iterable) and not is_one else object)
 
 
 def reduce(tensor: Any, reduction: Any = "mean", scale: float = 1.0) -> Any:

@@ -97,6 +97,8 @@ def kind_of(value: Any) -> Kind | None:
     """The kind of object that `prepare` takes the value for; None where it is unknown."""
     if value is None:
         return "nothing"
+    if isinstance(value, type):  # has the methods of what it is a class of
+        return None
     if isinstance(value, nn.Module):
         return "model"
     if isinstance(value, torch.optim.Optimizer):
@@ -168,6 +170,8 @@ def _kinds(objects: Sequence[Any]) -> list[Kind]:
 
 def _not_known(value: Any) -> str:
     name = type(value).__name__
+    if isinstance(value, type):
+        return f"is a class (got {value.__name__}); give an object of it."
     if hasattr(value, "zero_grad"):
         return (
             f"has zero_grad() as optimizers have, but is no torch.optim.Optimizer (got {name}); derive it from that, "
