@@ -178,11 +178,8 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
     def _twin(self, moment: tuple[str, int]) -> "AcceleratedOptimizer | None":
         """Another optimizer of the same parameters, such as the one before a change from AdamW to SGD, by which their
         gradients are final already."""
-        for one in self._accumulation.optimizers:
-            if one is not self and one._final_at == moment:
-                if {*map(id, one.parameters)} == {*map(id, self.parameters)}:
-                    return one
-        return None
+        final = (one for one in self._accumulation.optimizers if one is not self and one._final_at == moment)
+        return next((one for one in final if {*map(id, one.parameters)} == {*map(id, self.parameters)}), None)
 
     def _refuse_closure(self) -> None:
         """UsageError where a closure would not be called, or where its gradients would not be unscaled."""
