@@ -118,8 +118,8 @@ class LossScale:
                 return
             raise UsageError(
                 f"optimizer step: gradients of {kind_of(optimizer).__name__} have fp16's loss scale in part only (got "
-                "a backward after clip_grad_norm_ or unscale_gradients, before its step); call its step(), or its "
-                "zero_grad() to leave the step out, before the next backward."
+                "a backward after clip_grad_norm_ or unscale_gradients, before its step); call step() of the prepared "
+                "optimizer, or its zero_grad() to leave the step out, before the next backward."
             )
         self._scaler.unscale_(optimizer)
 
