@@ -310,8 +310,8 @@ def test_a_backward_between_clipping_and_step_is_told(alone):
         optimizer.step()
     assert str(told.value) == (
         "optimizer step: gradients of AdamW have fp16's loss scale in part only (got a backward after clip_grad_norm_ "
-        "or unscale_gradients, before its step); call step() of the prepared optimizer, or its zero_grad() to leave the "
-        "step out, before the next backward."
+        "or unscale_gradients, before its step); call step() of the prepared optimizer, or its zero_grad() to leave "
+        "the step out, before the next backward."
     )
 
 
