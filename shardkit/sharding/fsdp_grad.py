@@ -9,7 +9,7 @@ create_graph=True it has a graph, for penalties on gradients and products with a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardkit.distributed.tensors import is_dtensor, own_part, sharded_like, whole
 from shardkit.errors import UsageError
 from shardkit.sharding.gradient_sync import are_used_anywhere, average_
+from shardkit.sharding.hooks import wrap_backward
 from shardkit.sharding.mixed_losses import keep_plain
 
 _records: Any = WeakIdKeyDictionary()
@@ -34,7 +35,7 @@ def note(parameter: FSDPParam) -> None:
 
 @cache
 def _install() -> None:
-    torch.autograd._engine_run_backward = partial(_run_backward, torch.autograd._engine_run_backward)
+    wrap_backward(_run_backward)
 
 
 def _run_backward(
@@ -47,7 +48,7 @@ def _run_backward(
     allow_unreachable: bool,
     accumulate_grad: bool,
 ) -> Any:
-    """What `grad` and `backward` of torch.autograd call. Collective where `inputs` has sharded parameters."""
+    """Runs with gathered parameters in the place of sharded ones. Collective where `inputs` has such."""
     for output in outputs:
         keep_plain(output)
     gathered = {number: tensor for number, one in enumerate(inputs) if (tensor := _gathered(one)) is not None}

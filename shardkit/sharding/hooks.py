@@ -36,11 +36,18 @@ _accumulates, _times_returned = True, 0
 @cache
 def tell_apart() -> None:
     """Makes the functions above know. Has an effect once per process."""
-    torch.autograd._engine_run_backward = partial(_run_backward, torch.autograd._engine_run_backward)
+    wrap_backward(_run_backward)
+
+
+def wrap_backward(call: Callable[..., Any]) -> None:
+    """Has `backward` and `grad` of torch.autograd call `call(run, ...)`, with torch's function `run` and its arguments.
+    Has no effect on a torch without this function."""
+    if (run := getattr(torch.autograd, "_engine_run_backward", None)) is not None:
+        torch.autograd._engine_run_backward = partial(call, run)
 
 
 def _run_backward(run: Callable[..., Any], *arguments: Any, accumulate_grad: bool, **more: Any) -> Any:
-    """What `backward` and `grad` of torch.autograd call. One may run inside another."""
+    """A backward may run inside another."""
     global _accumulates, _times_returned
     around, _accumulates = _accumulates, accumulate_grad
     _times_returned += not accumulate_grad
