@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import DataLoader
 
 from shardkit import Accelerator, env
@@ -187,6 +189,19 @@ def test_the_table_gives_a_number_of_samples_only_where_it_is_known(options, exp
     accelerator.prepare(DataLoader(Ready(16), **options))
     (line,) = [line for line in summary.text(accelerator._run).splitlines() if line.startswith("  batch ")]
     assert line.removeprefix("  batch").strip() == expected
+
+
+def test_models_that_are_prepared_one_by_one_are_all_shown(capsys):
+    accelerator = Accelerator(config={"distributed_type": "NO", "use_cpu": True})
+    for model, shown in ((nn.Linear(2, 3), "Linear: 9 parameters"), (nn.Bilinear(2, 2, 1), "Bilinear: 5 parameters")):
+        prepared = accelerator.prepare(model)
+        accelerator.prepare(prepared, torch.optim.SGD(model.parameters(), lr=0.1))
+        said = capsys.readouterr().err
+        assert said.count("what runs") == 1 and said.count("  model ") == 1 and shown in said
+        assert ("world" in said) == (shown[:6] == "Linear")
+    accelerator.free_memory()
+    accelerator.prepare(nn.Linear(2, 3))
+    assert "world" in capsys.readouterr().err
 
 
 def precision_of_fp64() -> str:

@@ -176,9 +176,9 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         Collective: every rank must call it with the same kinds of objects.
         """
         prepared = prepare.prepare(self._run, arguments, weights, device_placement)
-        if self._run.models and not self._run.is_announced:
-            self._run.is_announced = True
-            log.info("%s", summary.text(self._run))
+        told, self._run.announced = self._run.announced, len(self._run.models)
+        if new := self._run.models[told:]:
+            log.info("%s", summary.of_models(new) if told else summary.text(self._run))
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(

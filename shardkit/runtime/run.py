@@ -87,7 +87,8 @@ class Run:
     counters: Counters = field(default_factory=Counters)
     """Steps, micro-batches and samples so far."""
     is_resumed: bool = False
-    is_announced: bool = False
+    announced: int = 0
+    """How many of the models are in what the run has printed."""
     is_triggered: bool = False
     has_warned_of_empty_clip: bool = False
     has_warned_of_other_accelerator: bool = False
@@ -126,7 +127,8 @@ class Run:
         self.evaluated = {}
         self.trees = WeakKeyDictionary()
         self.loaders, self.generators, self.registered, self.taken = [], [], [], []
-        self.is_resumed = self.is_announced = self.is_triggered = False
+        self.is_resumed = self.is_triggered = False
+        self.announced = 0
         self.counters.forget_window()
         self.counters.loaders = 0
         section = self.config.shardkit

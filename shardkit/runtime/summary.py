@@ -30,11 +30,19 @@ def text(run: Run) -> str:
     """The table: world, strategy, models with their units, dtypes, batch, and where each setting comes from."""
     config, loaders = run.config, run.loaders
     rows = [("world", _world(run.process, config)), ("strategy", _strategy(config, run.mesh))]
-    for model in run.models:
-        rows += _model_rows(model)
+    rows += _rows_of_models(run.models)
     rows += [("precision", _precision(config, run.models)), ("batch", _batch(run.process, config, loaders))]
     rows += [("settings", line) for line in _settings(config, run.origins)]
     return "\n".join(["what runs", *_aligned(rows)])
+
+
+def of_models(models: Sequence[nn.Module]) -> str:
+    """The table's rows of models that were prepared after the first ones."""
+    return "\n".join(["what runs, too", *_aligned(_rows_of_models(models))])
+
+
+def _rows_of_models(models: Sequence[nn.Module]) -> list[tuple[str, str]]:
+    return [row for model in models for row in _model_rows(model)]
 
 
 def _aligned(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
