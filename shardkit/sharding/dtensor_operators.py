@@ -11,14 +11,17 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 _torchs: dict[Any, Handler] = {}
 """Those of torch itself, where ours stand in their place."""
+_ours: set[Any] = set()
 
 
 def handle(operators: Iterable[Any], handler: Handler) -> None:
     """Calls the handler for these operators on sharded tensors, from now on and in the whole process. Has no effect on
-    a torch without handlers."""
+    a torch without handlers. An operator has one handler."""
     handlers = getattr(DTensor._op_dispatcher, "_custom_op_handlers", None)
     if handlers is not None:
         for operator in operators:
+            assert operator not in _ours, operator
+            _ours.add(operator)
             if operator in handlers:
                 _torchs[operator] = handlers[operator]
             handlers[operator] = handler

@@ -32,7 +32,7 @@ from shardkit.sharding.settled import (
 _aten = torch.ops.aten
 _WITH_TENSORS = (
     *(_aten.lerp_.Scalar, _aten.lerp_.Tensor, _aten.addcmul_.default, _aten.addcdiv_.default),
-    *(_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor, _aten.clamp_.Tensor),
+    _aten.clamp_.Tensor,
 )
 _OF_NUMBERS = (
     *(_aten.clamp_.default, _aten.clamp_min_.default, _aten.clamp_max_.default),

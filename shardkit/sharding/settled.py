@@ -139,6 +139,8 @@ def with_own_parts(args: tuple[Any, ...]) -> tuple[Any, ...]:
     def own(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or is_dtensor(value) or value.shape != tensor.shape or not value.dim():
             return value
+        if value.requires_grad and torch.is_grad_enabled():  # its gradient would be sharded
+            return value
         return sharded_like(own_part(value, tensor).to(local_part(tensor).device), tensor)
 
     return tensor, *map(own, args[1:])
