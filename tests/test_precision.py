@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+import math
 from typing import Any
 
 import pytest
@@ -366,6 +367,45 @@ def test_two_optimizers_of_the_same_parameters_unscale_their_gradients_once(rank
     expected = clipped_for_another(0)
     for norms in ranks.run(2, clipped_for_another, strategy):
         assert norms == pytest.approx(expected, rel=0.03)
+
+
+def trained_by_two(strategy: int, is_alternating: bool) -> list[float]:
+    """Losses and norms under fp16, where a second optimizer steps on some of the parameters of the first, before it.
+    `is_alternating`: each on a backward of its own, as in adversarial training."""
+    run = loops.Run()
+    if strategy:
+        config = loops.config_of(strategy, loops.LOOPS["usual"]).model_copy(update={"mixed_precision": "fp16"})
+        run = loops.RanksRun(accelerator=Accelerator(config=config))
+    torch.manual_seed(0)
+    model, _ = started(run)
+    head = run.unwrap(model).head
+    first = run.prepare(torch.optim.SGD(run.unwrap(model).parameters(), lr=0.1))
+    second = run.prepare(torch.optim.SGD(head.parameters(), lr=0.1))
+    for step in range(5):
+        overflows = step == 2
+        with run.accumulate(model):
+            for number, optimizer in enumerate((second, first)):
+                if number == 0 or is_alternating:
+                    first.zero_grad()
+                    loss = loss_of(model, run.batch(step)) * (float("inf") if overflows else 1.0)
+                    run.backward(loss)
+                if run.is_plain and overflows:
+                    continue
+                optimizer.step()
+                if not run.is_plain:
+                    assert optimizer.step_was_skipped == overflows
+                run.see_mean(loss)
+                run.see(head.weight.grad.norm())
+    return [value for value in run.seen if math.isfinite(value)]
+
+
+@pytest.mark.parametrize("is_alternating", [False, True])
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_two_optimizers_that_share_some_parameters_unscale_those_once(ranks, strategy, is_alternating):
+    expected = trained_by_two(0, is_alternating)
+    assert len(expected) == 16
+    for seen in ranks.run(2, trained_by_two, strategy, is_alternating):
+        assert seen == pytest.approx(expected, rel=0.02)
 
 
 def weighed_by_returned_gradients(strategy: int) -> float:

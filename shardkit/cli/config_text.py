@@ -35,12 +35,12 @@ def origins(loaded: "LoadedConfig", names: list[str], everything: bool) -> list[
 
 
 def data(loaded: "LoadedConfig", names: list[str], origin: bool) -> dict[str, object]:
-    texts = {name: _value(loaded.config, name) for name in names}
+    values = {name: _value(loaded.config, name) for name in names}
     if not origin:
-        return texts
+        return values
     return {
         name: {"value": value, "origin": loaded.origins[name].kind, "where": loaded.origins[name].where}
-        for name, value in texts.items()
+        for name, value in values.items()
     }
 
 

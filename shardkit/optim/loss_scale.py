@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,26 @@ class GradScaler(torch.amp.GradScaler):
     An overflow on one rank makes all ranks skip the step and reduce the scale.
     """
 
+    _unscaled_before: frozenset[int] = frozenset()
+    """The parameters whose gradients `unscale_others_` leaves as they are, by their ids."""
+
+    def unscale_others_(self, optimizer: torch.optim.Optimizer, others: Sequence[torch.optim.Optimizer]) -> None:
+        """As `unscale_`, but for parameters that other optimizers have, too, by which their gradients were unscaled. An
+        overflow of one of those is one of this optimizer."""
+        self._unscaled_before = frozenset(id(p) for other in others for p in _parameters(other))
+        try:
+            self.unscale_(optimizer)
+        finally:
+            self._unscaled_before = frozenset()
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        for other in others:
+            for device, value in self._found_inf_per_device(other).items():
+                found[device] = torch.maximum(found[device], value) if device in found else value
+
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = [p for p in _parameters(optimizer) if id(p) not in self._unscaled_before]
         found: dict[torch.device, torch.Tensor] = {}
         for device, parts in _by_device(parameters).items():
             # Copied to the device before: torch's own copy of a scale on a GPU for gradients in host memory does not
@@ -59,6 +75,10 @@ class _Parts:
     """The part of an optimizer that unscaling uses."""
 
     param_groups: list[dict[str, Any]]
+
+
+def _parameters(optimizer: Any) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _by_device(parameters: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
@@ -108,9 +128,12 @@ class LossScale:
         """The loss times the scale."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
-    def unscale(self, optimizer: torch.optim.Optimizer, has_new: bool) -> None:
+    def unscale(
+        self, optimizer: torch.optim.Optimizer, has_new: bool, others: Sequence[torch.optim.Optimizer] = ()
+    ) -> None:
         """Removes the scale from the optimizer's gradients. Collective under FSDP. `has_new`: there was a backward
-        since the last step. UsageError where the scale was removed before, and gradients with it have come since."""
+        since the last step. `others`: those that have unscaled the gradients of parameters that both have. UsageError
+        where the scale was removed before, and gradients with it have come since."""
         if self._scaler is None or not self._scaler.has_scaled():
             return
         if self._scaler.is_unscaled(optimizer):
@@ -121,13 +144,7 @@ class LossScale:
                 "a backward after clip_grad_norm_ or unscale_gradients, before its step); call step() of the prepared "
                 "optimizer, or its zero_grad() to leave the step out, before the next backward."
             )
-        self._scaler.unscale_(optimizer)
-
-    def share(self, unscaled: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
-        """Takes what `unscale` found of the gradients of one optimizer for another one, of the same parameters."""
-        if self._scaler is not None:
-            states = self._scaler._per_optimizer_states
-            states[id(optimizer)] = states[id(unscaled)]
+        self._scaler.unscale_others_(optimizer, others)
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer's unscaled gradients are not finite on any rank."""

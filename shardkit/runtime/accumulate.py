@@ -193,7 +193,12 @@ class Accumulation:
 
         Several optimizers may alternate in a window, so a backward in it may belong to another optimizer.
         """
-        return ("window", self._full_windows) if self._full_size else ("backward", self._backwards.all)
+        return ("window", self._full_windows) if self._full_size else ("backward", self.backwards)
+
+    @property
+    def backwards(self) -> int:
+        """All backwards so far."""
+        return self._backwards.all
 
     def shortfall(self) -> float:
         """The factor that gradients still need: more than 1 in a short window. Gradients of a manual `loss.backward()`
@@ -210,15 +215,16 @@ class Accumulation:
         self._full_size = self.counters.micro_step
         self._full_windows += 1
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Removes fp16's loss scale from the optimizer's gradients. UsageError where they never had it."""
+    def unscale(self, optimizer: torch.optim.Optimizer, others: Sequence[torch.optim.Optimizer]) -> None:
+        """Removes fp16's loss scale from the optimizer's gradients, but for parameters that the others have, too, which
+        have removed it. UsageError where they never had it."""
         new = self._backwards.since(self._at_step)
         if self.loss_scale.is_on and new.by_script:
             raise UsageError(
                 "optimizer step: gradients lack the loss scale that fp16 needs (got a call of loss.backward()); call "
                 "accelerator.backward(loss)."
             )
-        self.loss_scale.unscale(optimizer, has_new=new.own > 0)
+        self.loss_scale.unscale(optimizer, new.own > 0, others)
 
     def check_gradients(self) -> None:
         """Raises UsageError or ModelError where an optimizer must not step on the present gradients. Collective in the

@@ -39,6 +39,8 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         self._followed: list[torch.Tensor] = []
         """The parameters that were checked, and for which the stepper was chosen."""
         self._final_at = NEVER
+        self._final_after = 0
+        """The backwards so far when its gradients were last made final."""
         self._has_used_gradients = False
         self._stepped_at = NEVER
         self._has_stepped = False
@@ -165,21 +167,20 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         moment = self._accumulation.gradient_moment
         if self._final_at == moment:
             return
-        if (twin := self._twin(moment)) is not None:
-            self._accumulation.loss_scale.share(twin.optimizer, self.optimizer)
-            self._final_at = moment
-            return
-        self._accumulation.unscale(self.optimizer)
-        self._final_at = moment
+        others = self._others_with_final_gradients()
+        final = {id(p) for one in others for p in one.parameters}
+        self._accumulation.unscale(self.optimizer, [one.optimizer for one in others])
+        self._final_at, self._final_after = moment, self._accumulation.backwards
         factor = self._accumulation.shortfall()
         if factor != 1.0:
-            multiply_gradients_(self.parameters, factor)
+            multiply_gradients_([p for p in self.parameters if id(p) not in final], factor)
 
-    def _twin(self, moment: tuple[str, int]) -> "AcceleratedOptimizer | None":
-        """Another optimizer of the same parameters, such as the one before a change from AdamW to SGD, by which their
-        gradients are final already."""
-        final = (one for one in self._accumulation.optimizers if one is not self and one._final_at == moment)
-        return next((one for one in final if {*map(id, one.parameters)} == {*map(id, self.parameters)}), None)
+    def _others_with_final_gradients(self) -> "list[AcceleratedOptimizer]":
+        """Other optimizers of some of the same parameters, such as the one before a change from AdamW to SGD, by which
+        the gradients of those are final already."""
+        own, now = {*map(id, self.parameters)}, self._accumulation.backwards
+        final = (one for one in self._accumulation.optimizers if one is not self and one._final_after == now > 0)
+        return [one for one in final if not own.isdisjoint(map(id, one.parameters))]
 
     def _refuse_closure(self) -> None:
         """UsageError where a closure would not be called, or where its gradients would not be unscaled."""
