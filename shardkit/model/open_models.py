@@ -32,7 +32,14 @@ _QWEN_2 = {"model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings
 _QWEN_2_LARGE = {**_QWEN_2, "vocab_size": 152064}
 _QWEN_3 = {"model_type": "qwen3", "vocab_size": 151936, "max_position_embeddings": 40960, "head_dim": 128}
 _GEMMA_2 = {"model_type": "gemma2", "vocab_size": 256000, "max_position_embeddings": 8192}
+_GEMMA_3 = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262144,
+    "max_position_embeddings": 32768,
+    "head_dim": 256,
+}
 _MISTRAL = {"model_type": "mistral", "vocab_size": 32768, "max_position_embeddings": 32768}
+_MISTRAL_2024 = {**_MISTRAL, "vocab_size": 131072, "head_dim": 128}
 _MIXTRAL = {
     "model_type": "mixtral",
     "vocab_size": 32000,
@@ -48,6 +55,11 @@ _QWEN_3_EXPERTS = {
     "num_experts_per_tok": 8,
 }
 _PHI_3 = {"model_type": "phi3", "vocab_size": 32064, "max_position_embeddings": 4096, "pad_token_id": 32000}
+_PHI_4 = {**_PHI_3, "vocab_size": 100352, "max_position_embeddings": 16384, "pad_token_id": 100349}
+_OLMO_2 = {"model_type": "olmo2", "vocab_size": 100352, "max_position_embeddings": 4096}
+_SMOLLM_2 = {"vocab_size": 49152, "max_position_embeddings": 8192}
+_SMOLLM_3 = {"model_type": "smollm3", "vocab_size": 128256, "max_position_embeddings": 65536}
+_TINYLLAMA = {"vocab_size": 32000, "max_position_embeddings": 2048}
 _GPT_OSS = {
     "model_type": "gpt_oss",
     "head_dim": 64,
@@ -87,6 +99,9 @@ SIZES: dict[str, Sizes] = {
     "llama-3.2-3b": _decoder(3072, 8192, 28, 24, 8, _LLAMA_31, _TIED, head_dim=128),
     "llama-3.3-70b": _decoder(8192, 28672, 80, 64, 8, _LLAMA_31),
     "mistral-7b-v0.3": _decoder(4096, 14336, 32, 32, 8, _MISTRAL),
+    "mistral-nemo-2407": _decoder(5120, 14336, 40, 32, 8, _MISTRAL_2024, max_position_embeddings=131072),
+    "mistral-small-24b-2501": _decoder(5120, 32768, 40, 32, 8, _MISTRAL_2024),
+    "ministral-8b-2410": _decoder(4096, 12288, 36, 32, 8, _MISTRAL_2024),
     "mixtral-8x7b": _decoder(4096, 14336, 32, 32, 8, _MIXTRAL),
     "qwen2.5-0.5b": _decoder(896, 4864, 24, 14, 2, _QWEN_2, _TIED),
     "qwen2.5-1.5b": _decoder(1536, 8960, 28, 12, 2, _QWEN_2, _TIED),
@@ -102,16 +117,29 @@ SIZES: dict[str, Sizes] = {
     "qwen3-14b": _decoder(5120, 17408, 40, 40, 8, _QWEN_3),
     "qwen3-32b": _decoder(5120, 25600, 64, 64, 8, _QWEN_3),
     "qwen3-30b-a3b": _decoder(2048, 6144, 48, 32, 4, _QWEN_3_EXPERTS),
+    "qwen3-235b-a22b": _decoder(4096, 12288, 94, 64, 4, _QWEN_3_EXPERTS, moe_intermediate_size=1536),
     "gemma-2-2b": _decoder(2304, 9216, 26, 8, 4, _GEMMA_2, _TIED, head_dim=256),
     "gemma-2-9b": _decoder(3584, 14336, 42, 16, 8, _GEMMA_2, _TIED, head_dim=256),
     "gemma-2-27b": _decoder(4608, 36864, 46, 32, 16, _GEMMA_2, _TIED, head_dim=128),
+    "gemma-3-270m": _decoder(640, 2048, 18, 4, 1, _GEMMA_3, _TIED),
+    "gemma-3-1b": _decoder(1152, 6912, 26, 4, 1, _GEMMA_3, _TIED),
     "phi-3-mini": _decoder(3072, 8192, 32, 32, 32, _PHI_3),
+    "phi-4": _decoder(5120, 17920, 40, 40, 10, _PHI_4),
+    "olmo-2-0425-1b": _decoder(2048, 8192, 16, 16, 16, _OLMO_2),
+    "olmo-2-1124-7b": _decoder(4096, 11008, 32, 32, 32, _OLMO_2),
+    "olmo-2-1124-13b": _decoder(5120, 13824, 40, 40, 40, _OLMO_2),
+    "olmo-2-0325-32b": _decoder(5120, 27648, 64, 40, 8, _OLMO_2),
+    "smollm2-135m": _decoder(576, 1536, 30, 9, 3, _SMOLLM_2, _TIED),
+    "smollm2-360m": _decoder(960, 2560, 32, 15, 5, _SMOLLM_2, _TIED),
+    "smollm2-1.7b": _decoder(2048, 8192, 24, 32, 32, _SMOLLM_2, _TIED),
+    "smollm3-3b": _decoder(2048, 11008, 36, 16, 4, _SMOLLM_3, _TIED),
+    "tinyllama-1.1b-v1.0": _decoder(2048, 5632, 22, 32, 4, _TINYLLAMA),
     "gpt-oss-20b": _decoder(2880, 2880, 24, 64, 8, _GPT_OSS, num_local_experts=32),
     "gpt-oss-120b": _decoder(2880, 2880, 36, 64, 8, _GPT_OSS, num_local_experts=128),
     "deepseek-v3": _decoder(7168, 18432, 61, 128, 128, _DEEPSEEK_3),
 }
 
-_VARIANTS = re.compile(r"-(?:chat|instruct|base|hf|it|4k)(?=-|$)")
+_VARIANTS = re.compile(r"-(?:chat|instruct|base|hf|it|pt|4k)(?=-|$)")
 """Parts of names on model hubs that do not change a model's sizes."""
 
 
