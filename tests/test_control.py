@@ -1,5 +1,7 @@
 """How ranks agree: small values over rank 0, long ones too, and what happens where a rank does not answer."""
 
+import os
+import re
 import time
 
 import pytest
@@ -86,14 +88,30 @@ def one_is_late():
     try:
         everyone.exchange(1)
     except control.LostRank as error:
-        return f"{error}"[:60] if time.monotonic() - began < 1.4 else "too late"
+        return str(error) if time.monotonic() - began < 1.4 else "too late"
     return "answered"
 
 
 @pytest.mark.slow
 def test_who_does_not_answer_in_time_is_lost():
     outcome = forked.run(2, one_is_late)[0]
-    assert outcome.value.startswith("a rank died or did not answer in time")
+    assert outcome.value.startswith("a rank died or did not answer in time (Timed out waiting 500ms ")
+
+
+def one_dies():
+    everyone = control.start()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    with pytest.raises(control.LostRank) as caught:
+        everyone.exchange(1)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_who_has_died_is_lost():
+    outcome = forked.run(2, one_dies)[0]
+    reason = re.fullmatch(r"a rank died or did not answer in time \(([^()]*)\)", outcome.value).group(1)
+    assert reason.startswith(("Connection closed by peer", "Read error")) and "crashing" not in reason
 
 
 def no_new_connections():

@@ -14,6 +14,7 @@ Rank 0 gathers and broadcasts: one message per rank and a tree back. A ring all-
 
 import ctypes
 import json
+import re
 import socket
 import struct
 from collections.abc import Callable
@@ -211,8 +212,13 @@ class _Answering:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (RuntimeError, ValueError)):
-            reason = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
-            raise LostRank(f"a rank died or did not answer in time ({reason})") from error
+            raise LostRank(f"a rank died or did not answer in time ({_reason(error)})") from error
+
+
+def _reason(error: Exception) -> str:
+    """The last line of the backend's error, without gloo's source file before it and its advice after it."""
+    last = str(error).strip().rpartition("\n")[2] or repr(error)
+    return re.sub(r"^\[\S+\] ", "", last).partition(". This is typically")[0]
 
 
 def start(timeout_s: float = 1800.0) -> ControlGroup:
