@@ -394,7 +394,7 @@ def test_a_port_in_use_names_its_owner():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert not ports.is_free(port)
+        assert ports.obstacle(port).startswith("is in use by pid ")
         said = texts(preflight.port_problems(config(main_process_port=port, use_cpu=True)))
         assert f"port {port} is in use by pid {os.getpid()} (" in said
         assert "or omit the port to use a free one" in said
@@ -408,6 +408,18 @@ def test_a_port_in_use_names_its_owner():
             num_machines=2, num_processes=2, main_process_ip="localhost", main_process_port=port, machine_rank=1
         )
         assert not preflight.port_problems(on_another)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act for another user")
+def test_a_port_that_this_user_may_not_have_is_not_called_in_use():
+    os.seteuid(65534)
+    try:
+        said = texts(preflight.port_problems(config(main_process_port=81, use_cpu=True)))
+    finally:
+        os.seteuid(0)
+    if not said and int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text()) <= 81:
+        pytest.skip("every user may have every port here")
+    assert said.startswith("launch: port 81 may not be used by this user, as most ports below 1024; choose ")
 
 
 def test_a_process_that_ends_while_it_is_looked_up_is_named_by_its_number(tmp_path):

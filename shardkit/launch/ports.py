@@ -7,17 +7,19 @@ from pathlib import Path
 LISTENING = "0A"  # TCP_LISTEN of linux/net/tcp_states.h
 
 
-def is_free(port: int) -> bool:
-    """Whether a server could listen on the port now."""
+def obstacle(port: int) -> str | None:
+    """Why a server could not listen on the port now, as `is in use by pid 812 (jupyter)`; None if it could."""
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((address, port))
         except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                return False
-    return True
+            if error.errno == errno.EADDRINUSE:
+                return f"is in use by {owner(port)}"
+            if error.errno == errno.EACCES:
+                return "may not be used by this user, as most ports below 1024"
+    return None
 
 
 def owner(port: int, proc: Path = Path("/proc")) -> str:

@@ -195,9 +195,12 @@ def _of_gpu_ids(config: Config, machine: Machine) -> list[Problem]:
 
 
 def port_problems(config: Config) -> list[Problem]:
-    """Whether the port of the rendezvous is free, if this machine listens on it."""
+    """Whether this machine can listen on the port of the rendezvous, if it has to."""
     meeting = rendezvous_of(config)
-    if meeting.port == 0 or config.machine_rank != 0 or not _is_here(meeting.host) or ports.is_free(meeting.port):
+    if meeting.port == 0 or config.machine_rank != 0 or not _is_here(meeting.host):
+        return []
+    obstacle = ports.obstacle(meeting.port)
+    if obstacle is None:
         return []
     if config.num_machines == 1:
         advice = f"choose another with --main {meeting.host}:PORT, or omit the port to use a free one."
@@ -206,7 +209,7 @@ def port_problems(config: Config) -> list[Problem]:
             "if that is machine 0 of this run, give this one its own number with --machine-rank, else choose another "
             f"port with --main {host_port.with_brackets(meeting.host)}:PORT."
         )
-    text = f"launch: port {meeting.port} is in use by {ports.owner(meeting.port)}; {advice}"
+    text = f"launch: port {meeting.port} {obstacle}; {advice}"
     return [Problem(text, EXIT_MACHINE)]
 
 
