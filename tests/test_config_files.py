@@ -225,7 +225,6 @@ def test_what_deepspeed_did_beside_zero_is_named(tmp_path):
     assert line.endswith("ZeRO 3 is FULL_SHARD).")
 
 
-
 def test_everything_that_is_wrong_is_told_at_once_with_its_place(tmp_path):
     lines = problems(
         "num_procesess: 2\n"
