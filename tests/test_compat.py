@@ -1189,6 +1189,17 @@ def test_a_diff_of_a_last_line_without_an_end_is_one_for_patch(tmp_path):
     assert script.read_text() == "import os\nfrom shardkit.compat import gather"
 
 
+def test_migrate_names_imports_by_a_text(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        'import importlib\nstate = importlib.import_module("accelerate.state")\n'
+        'whole = __import__("accelerate")\nother = importlib.import_module("accelerate_extra")\n'
+    )
+    said = migrate.remarks(migrate.diff(script)[1])
+    assert [line.split(": is ")[0] for line in said] == [f"{script}:2: accelerate.state", f"{script}:3: accelerate"]
+    assert all("write shardkit.compat in it." in line for line in said)
+
+
 def test_migrate_changes_all_scripts_or_none(tmp_path, capsys):
     (tmp_path / "a.py").write_text("import accelerate\n")
     (tmp_path / "b.ipynb").write_text('{"cells": [{"source": ["import accelerate"], "execution_count": null}]}')

@@ -216,6 +216,15 @@ def test_keys_of_things_we_do_not_do_are_fine_while_they_say_nothing(tmp_path):
         assert lines[position].startswith(words)
 
 
+def test_what_deepspeed_did_beside_zero_is_named(tmp_path):
+    block = "zero_stage: 2, gradient_accumulation_steps: 8, gradient_clipping: 1.0, offload_optimizer_device: cpu"
+    (line,) = problems(f"deepspeed_config: {{{block}}}\n", tmp_path)
+    wanted = "fsdp_offload_params: true, shardkit.gradient_accumulation_steps: 8, accelerator.clip_grad_norm_("
+    assert line.endswith(f", with {wanted}model.parameters(), 1.0) in the script.")
+    (line,) = problems("deepspeed_config: {zero_stage: 3, offload_param_device: none}\n", tmp_path)
+    assert line.endswith("ZeRO 3 is FULL_SHARD).")
+
+
 def test_everything_that_is_wrong_is_told_at_once_with_its_place(tmp_path):
     lines = problems(
         "num_procesess: 2\n"

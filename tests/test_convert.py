@@ -90,6 +90,16 @@ def test_a_version_2_file_with_a_mesh_and_compile(tmp_path):
     )
 
 
+def test_keys_without_fsdp_in_front_are_read_by_accelerate_too(tmp_path):
+    text = "distributed_type: FSDP\nfp8_config:\n  fp8_backend: AO\nfsdp_config:\n  version: 2\n"
+    text += "  sharding_strategy: 2\n  fsdp_transformer_cls_to_wrap: A\n  backward_prefetch: BACKWARD_POST\n"
+    lines = account(converted(text, tmp_path))
+    assert lines["fp8_config"][0] == "left out"
+    silent = {key for key, (_, text) in lines.items() if "ignores this spelling" in text}
+    assert silent == {"fsdp_config.fsdp_transformer_cls_to_wrap"}
+    assert "does not use it with fsdp_version 2" in lines["fsdp_config.backward_prefetch"][1]
+
+
 def test_settings_of_an_axis_with_one_rank_are_left_out(tmp_path):
     sizes = "  parallelism_config_sp_size: 1\n  parallelism_config_sp_seq_length_is_variable: true\n"
     sizes += "  parallelism_config_tp_size: 1\n  parallelism_config_cp_comm_strategy: alltoall\n"

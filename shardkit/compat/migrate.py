@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shardkit.compat import scan
-from shardkit.compat.bindings import below_accelerate
-from shardkit.compat.scan import Found
+from shardkit.compat.bindings import below_accelerate, dotted
+from shardkit.compat.scan import Found, Named
 from shardkit.errors import UsageError
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
@@ -115,7 +115,22 @@ def diff(path: Path) -> tuple[str, Found]:
     new = migrated(text, str(path))
     change = difflib.unified_diff(_LINE.findall(text), _LINE.findall(new), str(path), f"{path} on shardkit")
     whole = (line if line.endswith(("\n", "\r")) else f"{line}\n\\ No newline at end of file\n" for line in change)
-    return "".join(whole), scan.scan_text(text, str(path))
+    found = scan.scan_text(text, str(path))
+    found.remarks += [Named(str(path), line, module, BY_TEXT) for line, module in _imported_by_text(text)]
+    return "".join(whole), found
+
+
+BY_TEXT = "is imported by a text, which is not changed; write shardkit.compat in it"
+
+
+def _imported_by_text(text: str) -> Iterator[tuple[int, str]]:
+    """(line, module) of `importlib.import_module("accelerate.utils")` and `__import__`, which `migrated` has read."""
+    for node in ast.walk(ast.parse(text.removeprefix(scan.BYTE_ORDER_MARK))):
+        match node:
+            case ast.Call(func=function, args=[ast.Constant(value=str(module)), *_]):
+                is_import = dotted(function)[-1:] in (["import_module"], ["__import__"])
+                if is_import and below_accelerate(module) is not None:
+                    yield node.lineno, module
 
 
 def remarks(found: Found) -> list[str]:

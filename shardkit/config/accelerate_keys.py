@@ -100,6 +100,22 @@ def _refusal(text: str, value: Any) -> str:
     return f"{what} (got {shortened(value)}); {instead}."
 
 
+def _deepspeed(key: str, value: Any) -> Translation:
+    """What DeepSpeed does by its block, beside ZeRO, is named, since a run without it would train otherwise."""
+    if _is_empty(value):
+        return Translation()
+    settings = value if isinstance(value, Mapping) else {}
+    also = []
+    if "cpu" in (settings.get("offload_param_device"), settings.get("offload_optimizer_device")):
+        also.append("fsdp_offload_params: true")
+    if not _is_one(steps := settings.get("gradient_accumulation_steps")):
+        also.append(f"shardkit.gradient_accumulation_steps: {shortened(steps)}")
+    if not _is_empty(norm := settings.get("gradient_clipping")):
+        also.append(f"accelerator.clip_grad_norm_(model.parameters(), {shortened(norm)}) in the script")
+    refusal = _refusal(INSTEAD[key], value).rstrip(".")
+    return Translation(problems=[f"{refusal}{', with ' if also else ''}{', '.join(also)}."])
+
+
 def _offloaded_checkpoints(key: str, value: Any) -> Translation:
     """What recomputed blocks keep, on the host."""
     if _is_empty(value):
@@ -119,7 +135,7 @@ def _fp8(key: str, value: Any) -> Translation:
     if _is_empty(value):
         return Translation()
     settings = {str(name).lower(): inner for name, inner in (value if isinstance(value, Mapping) else {}).items()}
-    backend = str(settings.pop("backend", None) or value).upper()
+    backend = str(settings.pop("backend", None) or settings.pop("fp8_backend", None) or value).upper()
     if backend not in ("AO", "TORCHAO"):
         text = "fp8 is computed with torchao here; write backend: AO, or mixed_precision: bf16"
         return Translation(problems=[_refusal(text, backend if isinstance(value, Mapping) else value)])
@@ -202,6 +218,7 @@ def _dynamo(key: str, value: Any) -> Translation:
 _TRANSLATIONS: dict[Path, dict[str, Callable[[str, Any], Translation]]] = {
     (): {
         **dict.fromkeys(INSTEAD, _refuse),
+        "deepspeed_config": _deepspeed,
         "mpirun_config": _mpirun,
         "fp8_config": _fp8,
         "fp16": _half_precision,

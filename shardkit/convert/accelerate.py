@@ -134,15 +134,16 @@ def _what_accelerate_does(data: Any) -> dict[str, str]:
 
 def _remarks_on_fsdp(fsdp: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     known = {key.yaml_path[-1] for path, key in all_keys().items() if path[0] == "fsdp"}
-    version = str(fsdp.get("fsdp_version") or 1)
+    version = str(fsdp.get("fsdp_version") or fsdp.get("version") or 1)
     for key, value in fsdp.items():
-        if key in names_in(("fsdp",)) and key not in known:
+        name = key if key.startswith("fsdp") else f"fsdp_{key}"  # as its launcher does
+        if key in names_in(("fsdp",)) and name not in known:
             yield key, "Accelerate ignores this spelling silently"
-        elif version == "2" and key in IGNORED_IN_VERSION_2:
+        elif version == "2" and name in IGNORED_IN_VERSION_2:
             yield key, "Accelerate does not use it with fsdp_version 2"
-        elif version == "1" and key == "fsdp_reshard_after_forward":
+        elif version == "1" and name == "fsdp_reshard_after_forward":
             names_a_strategy = isinstance(read_strategy(value), str) and str(value).lower() not in {"true", "false"}
-            ran = fsdp.get("fsdp_sharding_strategy") or "FULL_SHARD"
+            ran = fsdp.get("fsdp_sharding_strategy") or fsdp.get("sharding_strategy") or "FULL_SHARD"
             yield key, f"Accelerate ran {ran}" if names_a_strategy else "Accelerate does not use it with fsdp_version 1"
-        elif key == "fsdp_transformer_layer_cls_to_wrap" and isinstance(value, list):
+        elif name == "fsdp_transformer_layer_cls_to_wrap" and isinstance(value, list):
             yield key, "Accelerate reads the whole list as one name"
