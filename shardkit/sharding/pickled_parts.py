@@ -37,12 +37,11 @@ def _reduced(tensor: DTensor) -> Any:
         return local_part(tensor).requires_grad_(tensor.requires_grad).__reduce_ex__(2)
     if tensor.device_mesh.size() > 1 and any(placement.is_shard() for placement in tensor.placements):
         _tell()
+    plain: torch.Tensor = tensor
     if type(tensor) is ShardedParameter:
         plain = sharded_like(local_part(tensor), tensor)
     elif type(tensor) is CopiedPart or tensor.data_ptr() != 0:
         plain = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    else:
-        plain = tensor
     return plain.__reduce_ex__(2)
 
 
