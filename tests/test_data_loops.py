@@ -1202,5 +1202,36 @@ def test_a_repeated_loss_counts_the_samples_of_each_rank_where_they_differ(ranks
     assert sum(first) == sum(range(samples)), "each batch's mean, as often as it has samples"
 
 
+def several_rows(samples):
+    return torch.tensor([*samples, *samples])
+
+
+def of_different_lengths(samples):
+    return {"values": torch.tensor(samples), "pairs": several_rows(samples)}
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize("collate", [several_rows, of_different_lengths])
+def test_a_loss_counts_the_samples_where_a_collate_fn_makes_several_rows_of_each(ranks, collate, kind):
+    for losses, values in ranks.run(2, losses_of_rows, collate, kind):
+        assert losses == [*[1.5] * 4, *[5.5] * 4, 8.0, 9.0], "the last batch has one sample a rank"
+        assert values == [float(value) for value in range(10)]
+    for losses, values in ranks.run(2, losses_of_rows, collate, kind, 9):
+        assert losses[8:] == [8.0] and values == [float(value) for value in range(9)]
+
+
+def losses_of_rows(collate, kind, samples=10):
+    """A repeated mean of each pair of ranks' batches, and one value for each sample."""
+    data = Flow(samples) if kind == "stream" else torch.arange(samples)
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "MULTI_CPU"})
+    losses, values = [], []
+    for batch in accelerator.prepare(DataLoader(data, batch_size=2, collate_fn=collate)):
+        rows = (batch["values"] if isinstance(batch, dict) else batch.chunk(2)[0]).float()
+        loss = accelerator.reduce(rows.sum(), "sum") / 4 if len(rows) == 2 else rows.mean()
+        losses += accelerator.gather_for_metrics(loss.repeat(2)).tolist()
+        values += accelerator.gather_for_metrics(rows.clone()).tolist()
+    return losses, values
+
+
 def test_a_repeated_loss_of_a_short_batch_counts_its_samples_in_one_process(ranks):
     assert ranks.run(1, gathered, losses_of_whole_batches) == [[4, 4, 4, 4, 1]]

@@ -404,6 +404,24 @@ def test_a_pickled_state_dict_holds_plain_things_and_sharded_ones_with_a_warning
         assert "accelerator.save_model(model, folder)" in text
 
 
+def pickled_rows() -> list[tuple[str, bool]]:
+    """What comes back of parts of a sharded parameter that do not begin where it does, and of chosen rows."""
+    weight = accelerator_for(1).prepare(Net()).head.weight
+    found = []
+    for part in (weight[1:3], weight[1], weight.detach()[:, 1:2], weight[[1, 2]]):
+        torch.save(part, file := io.BytesIO())
+        file.seek(0)
+        loaded = torch.load(file)
+        same = loaded.full_tensor() if isinstance(loaded, DTensor) else loaded
+        found.append((type(loaded).__name__, torch.equal(same, part.full_tensor())))
+    return found
+
+
+def test_rows_of_a_sharded_parameter_are_pickled_as_plain_tensors(ranks):
+    for found in ranks.run(2, pickled_rows):
+        assert found == [("Tensor", True), ("Tensor", True), ("DTensor", True), ("Tensor", True)]
+
+
 def loaded_from_rank_0(strategy: int) -> tuple[bool, str]:
     """Whether a rank loads what it has pickled itself, and the refusal of what rank 0 has."""
     accelerator = accelerator_for(strategy)

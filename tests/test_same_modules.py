@@ -31,12 +31,16 @@ class Branches(nn.Module):
         return self.left(x) if goes_left else self.right(x)
 
 
-def config(strategy: int, unused: bool = False, debug: bool = False) -> Config:
+def config(strategy: int, unused: bool = False, debug: bool = False, unit: str | None = None) -> Config:
+    """`unit`: the class that is wrapped; None: one unit."""
+    wrapping: dict[str, Any] = {"fsdp_auto_wrap_policy": "NO_WRAP"}
+    if unit:
+        wrapping = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": unit}
     return Config(
         use_cpu=True,
         num_processes=dist.get_world_size(),
         debug=debug,
-        fsdp_config={"fsdp_sharding_strategy": strategy, "fsdp_auto_wrap_policy": "NO_WRAP"},
+        fsdp_config={"fsdp_sharding_strategy": strategy, **wrapping},
         shardkit={
             "ddp_find_unused_parameters": unused,
             "mesh": {"replicate_size": 2, "shard_size": 2} if strategy == 4 else {},
@@ -77,6 +81,36 @@ def test_different_branches_of_equal_shape_are_refused_before_the_first_steps(ra
         assert text.startswith("model: rank 1 used other modules or parameters than rank 0 in a step, and FSDP mixes")
         assert "the weights have not been changed by this step" in text
         assert "shardkit.ddp_find_unused_parameters: true" in text
+
+
+class Holder(nn.Sequential):
+    """A model whose only child has the branches."""
+
+    def forward(self, x: torch.Tensor, goes_left: bool) -> torch.Tensor:
+        return self[0](x, goes_left)
+
+
+def branches_that_are_units(unit: str | None) -> tuple[list[float], str]:
+    """Losses of three steps with other branches on each rank, where a class is the unit, and the error."""
+    torch.manual_seed(0)
+    model, losses = Holder(Branches(inside=False)), []
+    accelerator = Accelerator(config=config(1, unused=True, unit=unit))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        for number in range(3):
+            loss = step(accelerator, model, optimizer, number, goes_left=dist.get_rank() == 0)
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    except ModelError as error:
+        return losses, str(error)
+    return losses, ""
+
+
+def test_units_that_a_rank_leaves_out_are_refused_and_the_advice_for_them_works(ranks):
+    for losses, text in ranks.run(2, branches_that_are_units, "Part"):
+        assert not losses and "name the class around them in fsdp_transformer_layer_cls_to_wrap" in text
+    by_class, whole = (ranks.run(2, branches_that_are_units, unit) for unit in ("Branches", None))
+    for (losses, text), (expected, _) in zip(by_class, whole, strict=True):
+        assert losses == pytest.approx(expected) and len(losses) == 3 and not text
 
 
 @compared_often()

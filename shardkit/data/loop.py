@@ -84,6 +84,8 @@ class Loop:
     """The enclosing loop over the same loader."""
     batch_samples: int = 0
     """Samples in the current global batch, without padding."""
+    samples_of_rank: int = 0
+    """This rank's part of them, with padding."""
     batches: int | None = None
     """As `Share.batches`, of the current global batch."""
     is_last: bool = False
@@ -94,7 +96,8 @@ class Loop:
     began: int = field(default_factory=lambda: next(_yields))
     """The value of the yield counter, shared by all loaders, when the loop began."""
     local_samples: int | None = None
-    """Samples in this rank's current batch; None where its tensors have different lengths."""
+    """Rows in this rank's current batch, where a collate_fn may make several of a sample; None where its tensors have
+    different lengths."""
     local_total: int = 0
     """Samples of this rank in all its batches so far, as far as their numbers are known."""
     tensors: list[ReferenceType[torch.Tensor]] = field(default_factory=list)
@@ -140,7 +143,7 @@ class Loop:
         """Makes this the current batch."""
         before = self.position
         self.position = Position(before.epoch, before.samples + piece.samples, piece.state, before.order)
-        self.batch_samples, self.is_padded = piece.samples, piece.is_padded
+        self.batch_samples, self.is_padded, self.samples_of_rank = piece.samples, piece.is_padded, piece.of_rank
         self.is_last = self.ends_window = piece.is_last
         self.batches, self.first = piece.batches, piece.first or self.first
         self.is_unused, self.has_inner_ended = True, False

@@ -73,7 +73,7 @@ def short_batch(loaders: Iterable[PreparedLoader], given: Any) -> tuple[int, int
     if whole is None or loader.batch_samples >= loader.total_batch_size or not tensors:
         return None
     is_whole = all(isinstance(leaf, torch.Tensor) and leaf.shape == (whole,) for leaf in tensors)
-    return (loader.local_samples or 0, loader.batch_samples) if is_whole else None
+    return (loader.lengths[1] or 0, loader.batch_samples) if is_whole else None
 
 
 def _real(loader: PreparedLoader, remainder: int, batches: int | None, size: int | None, is_list: bool) -> Real | None:
@@ -96,7 +96,7 @@ def _real(loader: PreparedLoader, remainder: int, batches: int | None, size: int
 def _may_be_of(size: int | None, loader: PreparedLoader) -> bool:
     """Whether so many samples may be those of the loader's current batch. Batches of different lengths are padded
     before they are gathered."""
-    return size is None or loader.local_samples in (None, size) or loader.batches is not None
+    return size is None or None in loader.lengths or size in loader.lengths or loader.batches is not None
 
 
 def _may_be_padded(size: int | None, loop: Loop) -> bool:

@@ -36,11 +36,12 @@ log = get_logger(__name__)
 @dataclass(frozen=True)
 class Piece:
     """One batch of a source. `samples`, `is_padded` and `batches` describe the whole global batch, as in `Share`;
-    `state` is the dataset's own state after it, where it has one. `first`, of a loop's first batch, where every rank
-    reads the whole order or stream: digests of its first items."""
+    `of_rank`: the samples of this rank. `state` is the dataset's own state after it, where it has one. `first`, of a
+    loop's first batch, where every rank reads the whole order or stream: digests of its first items."""
 
     batch: Any
     samples: int
+    of_rank: int
     is_padded: bool
     is_last: bool
     state: Any = None
@@ -241,12 +242,12 @@ class StreamSource:
                     raise UsageError(batch.problem)
                 after = EPOCH_IS_OVER if is_last else state
                 value = batch.batch(loader.pin_memory)
-                yield Piece(value, batch.samples, batch.is_padded, is_last, after, batch.first)
+                yield Piece(value, batch.samples, batch.of_rank, batch.is_padded, is_last, after, batch.first)
         else:
             for (batch, state), is_last, last_samples in end_together(batches, lambda value: value[0].samples):
                 samples = last_samples if is_last else batch.samples * self._parts
                 value = batch.batch(loader.pin_memory)
-                yield Piece(value, samples, False, is_last, EPOCH_IS_OVER if is_last else state)
+                yield Piece(value, samples, batch.of_rank, False, is_last, EPOCH_IS_OVER if is_last else state)
 
     def is_over(self, seed: int, position: Position) -> bool:
         return False
@@ -354,7 +355,7 @@ def _sampled(
             if source.layout.rank == 0:
                 _warn_of_another_order(order.name, begins, start.dataset)
         after = EPOCH_IS_OVER if share.is_last else begins
-        yield Piece(batch, share.samples, share.is_padded, share.is_last, after, first, share.batches)
+        yield Piece(batch, *share.counts, after, first, share.batches)
 
 
 def _warn_of_another_order(name: str, begins: list[str], saved: list[str] | None) -> None:

@@ -31,12 +31,13 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Counted:
-    """A sample, or what samples are collated to, with facts of its global batch: the number of real samples, and
-    whether it is padded."""
+    """A sample, or what samples are collated to, with facts of its global batch: the number of real samples, whether it
+    is padded, and the number of samples that this rank has of it."""
 
     value: Any
     samples: int
     is_padded: bool
+    of_rank: int = 0
     problem: str | None = None
     """Why the batch cannot be split over ranks; there is no value then."""
     first: list[str] | None = None
@@ -193,10 +194,10 @@ class Stream(IterableDataset):
         try:
             part, is_padded = split(chunk, self.layout, spare=chunk)
         except UsageError as error:  # raised when the loop gets there: workers may be ahead of it
-            yield Counted(None, len(chunk), False, str(error))
+            yield Counted(None, len(chunk), False, problem=str(error))
             return
         for value in part:
-            yield Counted(value, len(chunk), is_padded, first=first, beginning=beginning)
+            yield Counted(value, len(chunk), is_padded, len(part), first=first, beginning=beginning)
 
     def _chunks(self, source: Iterator[Any], randomness: PrivateRandom, is_worker: bool) -> Iterator[list[Any]]:
         size = self.layout.global_batch

@@ -58,6 +58,8 @@ def text(different: list[int], consequence: str) -> str:
     """The error text for ranks that have used other modules than rank 0."""
     return (
         f"model: {ranks_text(different)} used other modules or parameters than rank 0 in a step, and FSDP mixes their "
-        f"gradients; {consequence}. Use the same on all ranks, or set shardkit.ddp_find_unused_parameters: true, which "
-        "lets ranks use different parameters of a unit."
+        f"gradients; {consequence}. Use the same on all ranks. Where one may leave out parameters of a unit, set "
+        "shardkit.ddp_find_unused_parameters: true; where it may leave out units (experts), make one of them, too: "
+        "name the class around them in fsdp_transformer_layer_cls_to_wrap, with fsdp_auto_wrap_policy: "
+        "TRANSFORMER_BASED_WRAP, or set NO_WRAP."
     )

@@ -13,6 +13,7 @@ from shardkit.distributed import collectives
 from shardkit.distributed.tensors import local_part, sharded_like
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
+from shardkit.sharding.copied_parts import CopiedPart
 from shardkit.sharding.sharded_parameter import ShardedParameter
 
 log = get_logger(__name__)
@@ -22,17 +23,25 @@ log = get_logger(__name__)
 def install() -> None:
     """Makes pickling a sharded tensor log a warning, the first time, and loading another rank's an error. Has an effect
     once per process."""
-    for kind in (DTensor, ShardedParameter):
+    for kind in (DTensor, ShardedParameter, CopiedPart):
         copyreg.pickle(kind, _reduced)
     DTensor.__setstate__ = _set_state  # type: ignore[method-assign, assignment]
     DTensor.__deepcopy__ = _deep_copy  # type: ignore[method-assign, assignment]
 
 
 def _reduced(tensor: DTensor) -> Any:
-    """As torch pickles it; a parameter as the tensor that it holds."""
+    """As torch pickles it, with exceptions. A tensor that every rank has whole, as rows of a sharded table are, is
+    pickled as a plain one, which a process without ranks can load. A parameter is the tensor that it holds. And of a
+    part of a tensor that is not its first, torch (seen in 2.13) would pickle memory that a DTensor does not have."""
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return local_part(tensor).requires_grad_(tensor.requires_grad).__reduce_ex__(2)
     if tensor.device_mesh.size() > 1 and any(placement.is_shard() for placement in tensor.placements):
         _tell()
-    plain = sharded_like(local_part(tensor), tensor) if type(tensor) is ShardedParameter else tensor
+    plain: torch.Tensor = tensor
+    if type(tensor) is ShardedParameter:
+        plain = sharded_like(local_part(tensor), tensor)
+    elif type(tensor) is CopiedPart or tensor.data_ptr() != 0:
+        plain = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return plain.__reduce_ex__(2)
 
 
