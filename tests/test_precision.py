@@ -310,12 +310,18 @@ def test_gradients_without_fp16s_loss_scale_are_refused(ranks, begins_well):
         )
 
 
+def run_under_fp16(strategy: int, loop: str = "usual") -> loops.Run:
+    """A run with the settings of a loop, and fp16; strategy 0: of plain torch, in fp32."""
+    if not strategy:
+        return loops.Run()
+    config = loops.config_of(strategy, loops.LOOPS[loop]).model_copy(update={"mixed_precision": "fp16"})
+    return loops.RanksRun(accelerator=Accelerator(config=config))
+
+
 def gradient_penalty(strategy: int, is_in_loss: bool) -> list[float]:
     """Losses under fp16, with gradients of the inputs: in the loss, or between backward and step."""
     torch.manual_seed(0)
-    one = loops.LOOPS["gradient_penalty"]
-    config = loops.config_of(strategy, one).model_copy(update={"mixed_precision": "fp16"})
-    run = loops.RanksRun(accelerator=Accelerator(config=config))
+    run = run_under_fp16(strategy, "gradient_penalty")
     model = layers(5, 7, 1)
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(3):
@@ -343,10 +349,7 @@ def test_gradients_of_inputs_need_no_loss_scale(ranks, strategy):
 
 def clipped_for_another(strategy: int) -> list[float]:
     """Norms under fp16, where a second optimizer of the same parameters takes over; in the last step they overflow."""
-    run = loops.Run()
-    if strategy:
-        config = loops.config_of(strategy, loops.LOOPS["usual"]).model_copy(update={"mixed_precision": "fp16"})
-        run = loops.RanksRun(accelerator=Accelerator(config=config))
+    run = run_under_fp16(strategy)
     torch.manual_seed(0)
     model, first = started(run)
     second = run.prepare(torch.optim.SGD(run.unwrap(model).parameters(), lr=0.1))
@@ -372,10 +375,7 @@ def test_two_optimizers_of_the_same_parameters_unscale_their_gradients_once(rank
 def trained_by_two(strategy: int, is_alternating: bool) -> list[float]:
     """Losses and norms under fp16, where a second optimizer steps on some of the parameters of the first, before it.
     `is_alternating`: each on a backward of its own, as in adversarial training."""
-    run = loops.Run()
-    if strategy:
-        config = loops.config_of(strategy, loops.LOOPS["usual"]).model_copy(update={"mixed_precision": "fp16"})
-        run = loops.RanksRun(accelerator=Accelerator(config=config))
+    run = run_under_fp16(strategy)
     torch.manual_seed(0)
     model, _ = started(run)
     head = run.unwrap(model).head
@@ -410,8 +410,7 @@ def test_two_optimizers_that_share_some_parameters_unscale_those_once(ranks, str
 
 def weighed_by_returned_gradients(strategy: int) -> float:
     """The norm of the gradients of a step, before which `torch.autograd.grad` has returned some without a scale."""
-    config = loops.config_of(strategy, loops.LOOPS["usual"]).model_copy(update={"mixed_precision": "fp16"})
-    run = loops.RanksRun(accelerator=Accelerator(config=config))
+    run = run_under_fp16(strategy)
     torch.manual_seed(0)
     model, optimizer = started(run)
     loss = loss_of(model, run.batch(0))
@@ -432,16 +431,12 @@ def test_gradients_that_are_returned_need_no_loss_scale(ranks, strategy):
     assert ranks.run(2, weighed_by_returned_gradients, strategy) == [pytest.approx(expected, rel=0.02)] * 2
 
 
-def joined_and_split(strategy: int | None) -> list[float]:
-    """Losses where a script halves all gradients in one vector; None: of plain torch."""
+def joined_and_split(strategy: int) -> list[float]:
+    """Losses under fp16 where a script halves all gradients in one vector."""
     torch.manual_seed(0)
     model = vectors.Scaled()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    run, losses = loops.Run(), []
-    if strategy is not None:
-        one = loops.LOOPS["gradients_joined_and_split"]
-        config = loops.config_of(strategy, one).model_copy(update={"mixed_precision": "fp16"})
-        run = loops.RanksRun(accelerator=Accelerator(config=config))
+    run, losses = run_under_fp16(strategy, "gradients_joined_and_split"), []
     model, optimizer = run.prepare(model, optimizer)
     for step in range(4):
         loss = loss_of(model, run.batch(step))
@@ -458,7 +453,7 @@ def joined_and_split(strategy: int | None) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [1, 3])
 def test_gradients_that_a_script_has_put_together_are_unscaled(ranks, strategy):
-    expected = joined_and_split(None)
+    expected = joined_and_split(0)
     assert expected[-1] < expected[0] - 0.05
     for found in ranks.run(2, joined_and_split, strategy):
         assert found == pytest.approx(expected, abs=0.01)
