@@ -50,6 +50,24 @@ def test_blocks_in_lists_of_lists_are_found_and_the_inner_lists_are_no_blocks():
     assert units == [f"downs.{stage}.{part}" for stage in range(3) for part in range(2)]
 
 
+def with_norms(width: int) -> ModuleNode:
+    """Attentions in one list with norms of a class of the model's own, as in x-transformers."""
+
+    def layer(fqn: str) -> tuple[ModuleNode, ...]:
+        norm = ModuleNode(f"{fqn}.0", "Norm", (Parameter("gain", (width,)),), (ModuleNode(f"{fqn}.0.n", "LayerNorm"),))
+        return norm, ModuleNode(f"{fqn}.1", "Attention", children=(linear(f"{fqn}.1.qkv", width, 3 * width),))
+
+    lists = [ModuleNode(f"layers.{i}", "ModuleList", (), layer(f"layers.{i}"), is_container=True) for i in range(2)]
+    layers = ModuleNode("layers", "ModuleList", (), tuple(lists), is_container=True)
+    return ModuleNode("", "Decoder", children=(linear("embed", 100, width), layers))
+
+
+def test_small_helpers_beside_the_blocks_are_no_units():
+    assert repeated_classes(with_norms(width=64)) == ["Attention"]
+    assert select_units(with_norms(width=64), FsdpConfig()) == ["layers.0.1", "layers.1.1"]
+    assert repeated_classes(with_norms(width=8)) == ["Norm", "Attention"]
+
+
 def test_a_stage_that_holds_much_of_the_model_is_mentioned_with_the_blocks_in_it():
     def stage(number: int, width: int) -> ModuleNode:
         fqn = f"stages.{number}"

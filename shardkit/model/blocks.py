@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from shardkit.model.tree import ModuleNode
 
+SMALLEST_SHARE = 0.01
+"""A class is that of blocks if one of its modules has more than this part of the parameters of the largest repeated
+one beside it."""
+
 
 @dataclass(frozen=True)
 class BlockClass:
@@ -22,7 +26,8 @@ def repeated_classes(root: ModuleNode) -> list[str]:
 
     A block is a module with parameters and children that occurs at least twice directly inside a container
     (ModuleList, Sequential); containers inside a container count as one. A class found only inside another block is
-    part of that block.
+    part of that block. Small helpers beside the blocks, such as norms of their own class, are left out: to gather them
+    alone costs more time than to keep them gathered.
     """
     names: list[str] = []
 
@@ -30,9 +35,11 @@ def repeated_classes(root: ModuleNode) -> list[str]:
         if node.is_container or node.class_name == "Sequential":
             members = list(_members(node))
             counts = Counter(member.class_name for member in members if member.children and member.numel)
-            repeated = {name for name, count in counts.items() if count >= 2}
-            names.extend(name for name in counts if name in repeated and name not in names)
-            descend = [member for member in members if member.class_name not in repeated]
+            repeated = [member for member in members if counts[member.class_name] >= 2]
+            least = SMALLEST_SHARE * max((member.numel for member in repeated), default=0)
+            blocks = {member.class_name for member in repeated if member.numel > least}
+            names.extend(name for name in counts if name in blocks and name not in names)
+            descend = [member for member in members if counts[member.class_name] < 2]
         else:
             descend = list(node.children)
         for child in descend:
