@@ -1,6 +1,6 @@
 """Which of torch's kernels an optimizer steps with."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,12 @@ ELEMENTWISE = (
 )
 """Optimizers that treat each element of a parameter by itself."""
 FUSED = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
+    """The parameters of all its groups."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:

@@ -24,7 +24,7 @@ import torch
 
 from shardkit.distributed.tensors import is_dtensor, local_part, memory_of, own_part, sharded_like, whole
 from shardkit.errors import UsageError
-from shardkit.optim.kernels import ELEMENTWISE, choose_kernels, kind_of, laid_out_as, lay_out_gradient
+from shardkit.optim.kernels import ELEMENTWISE, choose_kernels, kind_of, laid_out_as, lay_out_gradient, parameters_of
 from shardkit.optim.parts import like_parameter, make_gradient_plain, part_of_whole
 from shardkit.optim.plain_step import Operations, PlainStep, ShardedStep
 
@@ -55,7 +55,7 @@ class Stepper(Protocol):
 def stepper_of(optimizer: torch.optim.Optimizer, operations: Callable[[], Operations] | None = None) -> Stepper:
     """The stepper for this optimizer and its current parameters; `operations`: what fills the gaps of DTensor where it
     steps on these. UsageError where it cannot step on its parameters."""
-    is_sharded = any(is_dtensor(p) for p in _parameters(optimizer))
+    is_sharded = any(is_dtensor(p) for p in parameters_of(optimizer))
     refuse_unfit(optimizer)
     choose_kernels(optimizer)
     if is_sharded and kind_of(optimizer) in ELEMENTWISE:
@@ -75,7 +75,7 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
 
 def refuse_unfit(optimizer: torch.optim.Optimizer) -> None:
     """UsageError where the optimizer cannot step on sharded parameters in any way."""
-    has_parts = any(is_dtensor(p) and p.device_mesh.size() > 1 for p in _parameters(optimizer))
+    has_parts = any(is_dtensor(p) and p.device_mesh.size() > 1 for p in parameters_of(optimizer))
     if has_parts and isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
             "prepare: LBFGS treats all parameters as one vector, which no rank holds (got sharded parameters); use "
@@ -88,11 +88,6 @@ def refuse_unfit(optimizer: torch.optim.Optimizer) -> None:
             "whole (got sharded parameters); give its inner optimizer, whose state is sharded as the parameters are, "
             "or use strategy NO_SHARD."
         )
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 class LocalStep:

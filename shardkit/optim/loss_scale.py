@@ -14,7 +14,7 @@ from shardkit.config.meaning import dtypes
 from shardkit.config.schema import Config
 from shardkit.distributed.tensors import is_dtensor, local_part
 from shardkit.errors import UsageError
-from shardkit.optim.kernels import kind_of
+from shardkit.optim.kernels import kind_of, parameters_of
 from shardkit.optim.parts import like_parameter, make_gradient_plain
 
 
@@ -30,7 +30,7 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_others_(self, optimizer: torch.optim.Optimizer, others: Sequence[torch.optim.Optimizer]) -> None:
         """As `unscale_`, but for parameters that other optimizers have, too, by which their gradients were unscaled. An
         overflow of one of those is one of this optimizer."""
-        self._unscaled_before = frozenset(id(p) for other in others for p in _parameters(other))
+        self._unscaled_before = frozenset(id(p) for other in others for p in parameters_of(other))
         try:
             self.unscale_(optimizer)
         finally:
@@ -43,7 +43,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        parameters = [p for p in _parameters(optimizer) if id(p) not in self._unscaled_before]
+        parameters = [p for p in parameters_of(optimizer) if id(p) not in self._unscaled_before]
         found: dict[torch.device, torch.Tensor] = {}
         for device, parts in _by_device(parameters).items():
             # Copied to the device before: torch's own copy of a scale on a GPU for gradients in host memory does not
@@ -75,10 +75,6 @@ class _Parts:
     """The part of an optimizer that unscaling uses."""
 
     param_groups: list[dict[str, Any]]
-
-
-def _parameters(optimizer: Any) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _by_device(parameters: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
@@ -128,9 +124,7 @@ class LossScale:
         """The loss times the scale."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
-    def unscale(
-        self, optimizer: torch.optim.Optimizer, has_new: bool, others: Sequence[torch.optim.Optimizer] = ()
-    ) -> None:
+    def unscale(self, optimizer: torch.optim.Optimizer, has_new: bool, others: Sequence[torch.optim.Optimizer]) -> None:
         """Removes the scale from the optimizer's gradients. Collective under FSDP. `has_new`: there was a backward
         since the last step. `others`: those that have unscaled the gradients of parameters that both have. UsageError
         where the scale was removed before, and gradients with it have come since."""

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import ModelError
+from shardkit.optim.kernels import parameters_of
 from shardkit.optim.local_step import needs_whole_tensors
 from shardkit.optim.parts import sharded_part
 
@@ -50,7 +51,7 @@ def rebind(optimizer: torch.optim.Optimizer, names_before: ParameterNames, model
     tensor is neither a number nor of its parameter's shape, or is on the meta device.
     """
     present = present_parameters(names_before, model_after)
-    old = [p for group in optimizer.param_groups for p in group["params"]]
+    old = list(parameters_of(optimizer))
     for parameter in old:
         if id(parameter) in present and parameter in optimizer.state:
             _refuse_empty(optimizer, names_before.names[id(parameter)], optimizer.state[parameter])

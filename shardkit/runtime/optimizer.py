@@ -178,8 +178,9 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
     def _others_with_final_gradients(self) -> "list[AcceleratedOptimizer]":
         """Other optimizers of some of the same parameters, such as the one before a change from AdamW to SGD, by which
         the gradients of those are final already."""
-        own, now = {*map(id, self.parameters)}, self._accumulation.backwards
-        final = (one for one in self._accumulation.optimizers if one is not self and one._final_after == now > 0)
+        now = self._accumulation.backwards
+        final = [one for one in self._accumulation.optimizers if one is not self and one._final_after == now > 0]
+        own = {*map(id, self.parameters)} if final else set()
         return [one for one in final if not own.isdisjoint(map(id, one.parameters))]
 
     def _refuse_closure(self) -> None:
