@@ -6,6 +6,7 @@
     +-- MachineError              4   this machine cannot run it: too few devices, port busy, package missing
     |   +-- HangError             4   ranks stopped making progress
     +-- CheckpointError           3   a checkpoint cannot be read, or is not what the run needs
+    |   +-- CheckpointMissing     3   no rank finds what is to be loaded; also a FileNotFoundError
     |   +-- CheckpointSaveError   3   a save failed; nothing was published
     |   +-- CheckpointCorrupted   3   bytes differ from what was saved
     |   +-- CheckpointUnreachable 3   the store of checkpoints does not answer, which tells nothing about them
@@ -64,6 +65,10 @@ class CheckpointError(ShardkitError):
     """A checkpoint cannot be read, or is not what the run needs."""
 
     exit_code = EXIT_CHECKPOINT
+
+
+class CheckpointMissing(CheckpointError, FileNotFoundError):
+    """No rank finds the checkpoint to load; a script that loads one where there is one catches FileNotFoundError."""
 
 
 class CheckpointSaveError(CheckpointError):

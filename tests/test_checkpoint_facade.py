@@ -302,8 +302,6 @@ def refuse_things(project):
     run = run_of(project / "a")
     with pytest.raises(CheckpointError, match="no checkpoint here yet; call save_state"):
         run[0].load_state()
-    with pytest.raises(CheckpointError, match="no such folder"):
-        run[0].load_state(project / "nothing")
     train(run, 1)
     run[0].save_state()
     assert run[0].save_state() == project / "a/checkpoints/step-00000001"
@@ -326,6 +324,29 @@ def refuse_things(project):
     run[0].project_configuration.automatic_checkpoint_naming = False
     with pytest.raises(UsageError, match="no folder is given"):
         run[0].save_state()
+
+
+def start_where_none_is(project):
+    run = run_of(project)
+    for path, says in ((None, "no checkpoint here yet; call save_state"), (project / "best", "no such folder")):
+        with pytest.raises(FileNotFoundError, match=says) as caught:
+            run[0].load_state(path)
+        assert isinstance(caught.value, CheckpointError)
+    try:
+        run[0].load_state(project / "best")
+    except FileNotFoundError:
+        train(run, 1)
+    if run[0].process_index == 1:
+        (project / "own-1").mkdir()
+    with pytest.raises(CheckpointError) as caught:
+        run[0].load_state(project / f"own-{run[0].process_index}")
+    assert not isinstance(caught.value, FileNotFoundError)
+    run[0].save_state(project / "best")
+    return run[0].load_state(project / "best").name, run[0].counters.step
+
+
+def test_a_script_may_catch_that_there_is_no_checkpoint_yet(ranks, tmp_path):
+    assert ranks.run(2, start_where_none_is, tmp_path) == [("best", 1)] * 2
 
 
 def test_what_cannot_be_done_is_said(ranks, tmp_path):

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shardkit.checkpoint import disk, folder, manifest
+from shardkit.checkpoint import folder, manifest
 from shardkit.checkpoint.verify import Checkpoint, open_checkpoint
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
-from shardkit.storage import objects
 from shardkit.storage.url import Place, Url
 
 # The folder in a project in which Accelerator(project_config=...) saves step folders.
@@ -50,7 +49,7 @@ def _none_at(path: Place, others: list[Place]) -> CheckpointError:
     """Why a path is not a folder of step folders; `others` are the checkpoints in it that are not named by step."""
     if _is_checkpoint(path):
         what = "is a single checkpoint; give the folder that contains the checkpoints of a run"
-    elif not (objects.is_there(path) if isinstance(path, Url) else disk.is_there(path)):
+    elif not manifest.is_there(path):
         what = "no such folder; give a project folder or a folder of checkpoints"
     elif around := _checkpoint_around(path):
         what = f"is part of the checkpoint {around}; give that folder"

@@ -150,7 +150,7 @@ def is_to_convert(folder: Place) -> bool:
 
 
 def _missing(folder: Place) -> CheckpointError:
-    if not (objects.is_there(folder) if isinstance(folder, Url) else disk.is_there(folder)):
+    if not is_there(folder):
         return CheckpointError(f"{folder}: no such folder; give the folder of a checkpoint.")
     if isinstance(folder, Path) and folder.is_file():
         return CheckpointError(f"{folder}: is a file; give the folder of a checkpoint.")
@@ -159,6 +159,11 @@ def _missing(folder: Place) -> CheckpointError:
     return CheckpointError(
         f"{folder}: not a checkpoint, or an incomplete one ({NAME} is missing); use another checkpoint."
     )
+
+
+def is_there(path: Place) -> bool:
+    """Whether there is anything at a path. OSError where the disk or the store does not tell."""
+    return objects.is_there(path) if isinstance(path, Url) else disk.is_there(path)
 
 
 def is_here(folder: Place) -> bool:

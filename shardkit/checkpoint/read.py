@@ -60,8 +60,8 @@ class LoadedState:
 def load(live: Live, path: Place, control: ControlGroup, options: LoadOptions) -> LoadedState:
     """Load the checkpoint into the live objects. Collective; all ranks raise, or none does.
 
-    CheckpointError: nothing was changed. StateIncomplete: part of the state was changed; `options.unfinished` has the
-    parts.
+    CheckpointError: nothing was changed; CheckpointMissing: no rank finds it. StateIncomplete: part of the state was
+    changed; `options.unfinished` has the parts.
     """
     return _load(live, open_together(path, control), control, options)
 

@@ -1,13 +1,14 @@
 """The checkpoints that the ranks of a load see: those to try, and that each is the same one on all ranks."""
 
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from shardkit.checkpoint import folder, manifest
 from shardkit.checkpoint.verify import Checkpoint, open_checkpoint
 from shardkit.distributed.control import ControlGroup
-from shardkit.errors import CheckpointError, CheckpointUnreachable
+from shardkit.errors import CheckpointError, CheckpointMissing, CheckpointUnreachable
 from shardkit.storage.url import Place, Url
 from shardkit.wording import words
 
@@ -45,35 +46,48 @@ def _refuse_storage_of_one_machine(root: Path, control: ControlGroup) -> None:
 
 
 def open_together(path: Place, control: ControlGroup) -> Checkpoint:
-    """As `open_checkpoint`, on all ranks. Collective. Raises if the ranks do not read the same manifest."""
-    found, problem, seen, is_unreachable = None, None, None, False
+    """As `open_checkpoint`, on all ranks. Collective. Raises if the ranks do not read the same manifest;
+    CheckpointMissing if there is nothing at the path on any rank."""
+    found, problem, seen, kind = None, None, None, None
     try:
         found = open_checkpoint(path) if control.rank == 0 else Checkpoint(path, manifest.read(path))
         seen = manifest.self_digest(path)
     except (CheckpointError, OSError) as error:
-        problem, is_unreachable = words(error), isinstance(path, Url) and isinstance(error, OSError)
-    answer = [problem, seen, is_unreachable, str(path)]
-    trouble, is_unreachable = control.decide(answer, lambda answers: _not_seen_alike(path, answers))
+        problem, kind = words(error), _kind_of(error, path)
+    trouble, kind = control.decide([problem, seen, kind, str(path)], lambda answers: _not_seen_alike(path, answers))
     if trouble is not None:
-        raise (CheckpointUnreachable if is_unreachable else CheckpointError)(trouble)
+        raise _ERRORS.get(kind, CheckpointError)(trouble)
     assert found is not None
     return found
 
 
-def _not_seen_alike(path: Place, answers: list[list[Any]]) -> tuple[str | None, bool]:
-    """(the error or None, whether the store is unreachable), from each rank's [problem, digest of the manifest, whether
-    the store is unreachable, folder]."""
-    is_unreachable = any(answer[2] for answer in answers)
+# The error of all ranks for each kind of problem that one has; CheckpointError for any other.
+_UNREACHABLE, _MISSING = "unreachable", "missing"
+_ERRORS = {_UNREACHABLE: CheckpointUnreachable, _MISSING: CheckpointMissing}
+
+
+def _kind_of(error: Exception, path: Place) -> str | None:
+    if isinstance(error, OSError):
+        return _UNREACHABLE if isinstance(path, Url) else None
+    with suppress(OSError):
+        return None if manifest.is_there(path) else _MISSING
+    return None
+
+
+def _not_seen_alike(path: Place, answers: list[list[Any]]) -> tuple[str | None, str | None]:
+    """(the error or None, its kind), from each rank's [problem, digest of the manifest, kind, folder]."""
+    kinds = {answer[2] for answer in answers}
+    kind = _UNREACHABLE if _UNREACHABLE in kinds else _MISSING if kinds == {_MISSING} else None
     other = next((rank for rank, answer in enumerate(answers) if answer[3] != answers[0][3]), None)
     if other is not None and answers[other][:2] != answers[0][:2]:
         those = f"{path} on rank 0, {answers[other][3]} on rank {other}"
-        return f"checkpoint: the ranks do not load the same folder: {those}; give all ranks the same.", is_unreachable
+        return f"checkpoint: the ranks do not load the same folder: {those}; give all ranks the same.", kind
     if answers[0][0] is not None:
-        return f"checkpoint: {answers[0][0]}", is_unreachable
+        return f"checkpoint: {answers[0][0]}", kind
     problems = [f"rank {rank}: {text}" for rank, (text, *_) in enumerate(answers) if text is not None]
     if problems:
         text = f"checkpoint: {path}: rank 0 can read it, others cannot; use storage that all ranks share, and can read"
-        return f"{text}: {'; '.join(problems[:3])}", is_unreachable
+        return f"{text}: {'; '.join(problems[:3])}", kind
     if len({answer[1] for answer in answers}) > 1:
-        return f"checkpoint: {path}: ranks see different checkpoints; use storage that all ranks share.", False
-    return None, False
+        return f"checkpoint: {path}: ranks see different checkpoints; use storage that all ranks share.", kind
+    return None, None

@@ -69,7 +69,8 @@ class Checkpointing(Topology):
         """Restores a training state and returns its folder: `input_dir`, else the project's newest valid one.
         Collective.
 
-        Raises CheckpointError on all ranks with the state unchanged, or StateIncomplete if reading failed half-way."""
+        Raises CheckpointError on all ranks with the state unchanged, which is also a FileNotFoundError if there is no
+        such checkpoint, or StateIncomplete if reading failed half-way."""
         from shardkit.runtime import loading
 
         return loading.load_state(self._run, input_dir, data_position=data_position, strict=strict)

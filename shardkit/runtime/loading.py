@@ -7,7 +7,7 @@ from shardkit.checkpoint.load_plan import LoadOptions
 from shardkit.checkpoint.read import LoadedState
 from shardkit.distributed import progress
 from shardkit.distributed.tensors import every_parameter
-from shardkit.errors import CheckpointError, UsageError
+from shardkit.errors import CheckpointError, CheckpointMissing, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import settings
 from shardkit.runtime.run import Run
@@ -23,14 +23,15 @@ logger = get_logger(__name__)
 def load_state(run: Run, path: str | Path | None = None, *, data_position: bool = True, strict: bool = True) -> Place:
     """Loads `path`, else the project's newest valid checkpoint; returns its folder.
 
-    Collective. CheckpointError on all ranks, with the state unchanged, where it is damaged or does not fit.
+    Collective. CheckpointError on all ranks, with the state unchanged, where it is damaged or does not fit;
+    CheckpointMissing, also a FileNotFoundError, where no rank finds it.
     """
     run.is_resumed = True
     if path is None:
         root = root_of(run)
         found = _load_newest(run, "load_state", root, data_position=data_position, strict=strict)
         if found is None:
-            raise CheckpointError(f"checkpoint: {root}: no checkpoint here yet; call save_state() first.")
+            raise CheckpointMissing(f"checkpoint: {root}: no checkpoint here yet; call save_state() first.")
         return found
     place = paths.named(path, "load_state")
     session = begin_load(run, "load_state")
