@@ -238,7 +238,7 @@ def test_a_script_that_python_cannot_read_is_refused_by_migrate_and_told_by_a_sc
 )
 def test_migrate_reads_regular_files_only(path, says):
     with pytest.raises(UsageError, match=says):
-        migrate.diff(Path(path))
+        migrate.change_of(Path(path))
 
 
 @pytest.mark.parametrize("before", ["", "\ufeff", "# \x0c\n", "x = '\u2028'\r\n", "# é\r\n"], ids=repr)

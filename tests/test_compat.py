@@ -1154,9 +1154,10 @@ def test_migrate_changes_the_imports_and_nothing_else(tmp_path):
     assert changed[3:] == SCRIPT.splitlines()[3:]
     assert migrate.migrated("\n".join(changed)) == "\n".join(changed), "once is enough"
     (tmp_path / "train.py").write_text(SCRIPT)
-    text, found = migrate.diff(tmp_path / "train.py")
+    change = migrate.change_of(tmp_path / "train.py")
+    text = change.diff()
     assert text.count("\n+") == 4 and text.count("\n-") == 3  # with the lines of file names
-    said = migrate.remarks(found)
+    said = migrate.remarks(change.found)
     assert any(line.startswith(f"{tmp_path}/train.py:9: num_processes: the schedule's length") for line in said)
     assert any("or launch with --as-accelerate --accelerates-meaning scheduler." in line for line in said)
     with pytest.raises(UsageError, match=r"migrate: script.py:1: not valid Python"):
@@ -1183,9 +1184,8 @@ def test_migrate_changes_every_import_of_a_line(old, new):
 def test_a_diff_of_a_last_line_without_an_end_is_one_for_patch(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os\nfrom accelerate import gather")
-    change, _ = migrate.diff(script)
     patch = ["patch", "--quiet", str(script)]
-    subprocess.run(patch, input=change, text=True, check=True)
+    subprocess.run(patch, input=migrate.change_of(script).diff(), text=True, check=True)
     assert script.read_text() == "import os\nfrom shardkit.compat import gather"
 
 
@@ -1195,9 +1195,21 @@ def test_migrate_names_imports_by_a_text(tmp_path):
         'import importlib\nstate = importlib.import_module("accelerate.state")\n'
         'whole = __import__("accelerate")\nother = importlib.import_module("accelerate_extra")\n'
     )
-    said = migrate.remarks(migrate.diff(script)[1])
+    said = migrate.remarks(migrate.change_of(script).found)
     assert [line.split(": is ")[0] for line in said] == [f"{script}:2: accelerate.state", f"{script}:3: accelerate"]
     assert all("write shardkit.compat in it." in line for line in said)
+
+
+def test_migrate_names_commands_that_start_accelerates_launcher(tmp_path):
+    script = tmp_path / "sweep.py"
+    script.write_text(
+        '"""accelerate launch sweep.py"""\nimport os, subprocess\n'
+        'subprocess.run(["accelerate", "launch", "train.py"])\n'
+        'os.system(f"accelerate launch {os.name}")\nnames = ["accelerate", "deepspeed"]\n'
+    )
+    said = migrate.remarks(migrate.change_of(script).found)
+    assert [line.split(": starts ")[0] for line in said] == [f"{script}:{line}: accelerate launch" for line in (3, 4)]
+    assert all("write shardkit launch --as-accelerate" in line for line in said)
 
 
 def test_migrate_changes_all_scripts_or_none(tmp_path, capsys):

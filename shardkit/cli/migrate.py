@@ -18,22 +18,22 @@ def migrate(
     write: Annotated[bool, typer.Option("--write", help="Change the files.")] = False,
 ) -> None:
     """Print a diff that makes SCRIPT run on shardkit, and remarks on differences that the diff does not solve."""
-    from shardkit.compat import migrate as change
+    from shardkit.compat.migrate import change_of, remarks, scripts
     from shardkit.config import files
     from shardkit.problems import Problems
 
     problems = Problems()
-    changes = {path: problems.of(change.diff, path) for path in change.scripts(given)}
+    changes = [problems.of(change_of, path) for path in scripts(given)]
     said: set[str] = set()
     problems.raise_all("Nothing was changed." if write else "")
-    for path, one in changes.items():
-        assert one is not None
-        text, found = one
-        typer.echo(text or f"{path}: does not import accelerate; nothing to change.", nl=not text)
-        for line in change.remarks(found):
+    for change in changes:
+        assert change is not None
+        diff = change.diff()
+        typer.echo(diff or f"{change.path}: does not import accelerate; nothing to change.", nl=not diff)
+        for line in remarks(change.found):
             if line not in said:  # differences are those of all files
                 typer.echo(line, err=True)
                 said.add(line)
-        if write and text:
-            files.write_text(change.migrated(change.source(path), str(path)), path, "check its permissions")
-            typer.echo(f"{path}: changed.", err=True)
+        if write and diff:
+            files.write_text(change.new, change.path, "check its permissions")
+            typer.echo(f"{change.path}: changed.", err=True)

@@ -5,6 +5,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardkit.compat import scan
@@ -18,15 +19,17 @@ _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 def migrated(text: str, file: str = "script.py") -> str:
     """The text with only its imports changed. Raises UsageError if it is not valid Python."""
+    return _changed(text, _parsed(text, file))
+
+
+def _parsed(text: str, file: str) -> ast.Module:
     if file.endswith(".ipynb"):  # JSON, which is valid Python
         raise UsageError(
             f"migrate: {file}: only Python scripts are changed (got a notebook); in its cells, write `shardkit.compat` "
             "for `accelerate` in imports."
         )
-    mark = scan.BYTE_ORDER_MARK if text.startswith(scan.BYTE_ORDER_MARK) else ""
-    text = text.removeprefix(mark)
     try:
-        tree = ast.parse(text)
+        return ast.parse(text.removeprefix(scan.BYTE_ORDER_MARK))
     except SyntaxError as error:
         if "accelerate launch" in text:
             raise UsageError(
@@ -38,7 +41,11 @@ def migrated(text: str, file: str = "script.py") -> str:
         ) from error
     except (ValueError, *scan.TOO_DEEP):
         raise UsageError(f"migrate: {file}: Python cannot read it (nested too deeply); correct the file.") from None
-    lines = _LINE.findall(text)
+
+
+def _changed(text: str, tree: ast.Module) -> str:
+    mark = scan.BYTE_ORDER_MARK if text.startswith(scan.BYTE_ORDER_MARK) else ""
+    lines = _LINE.findall(text.removeprefix(mark))
     # From the end of the file, so that the places of the others stay.
     for node, old, new in sorted(_changes(tree), key=lambda one: (one[0].lineno, one[0].col_offset), reverse=True):
         _replace(lines, node, old, new)
@@ -109,28 +116,52 @@ def source(path: Path) -> str:
         raise UsageError(f"migrate: {path}: cannot be read ({error}); give a Python file in UTF-8.") from error
 
 
-def diff(path: Path) -> tuple[str, Found]:
-    """(the change of one file as a unified diff, empty without changes; the names of Accelerate that it uses)."""
-    text = source(path)
-    new = migrated(text, str(path))
-    change = difflib.unified_diff(_LINE.findall(text), _LINE.findall(new), str(path), f"{path} on shardkit")
-    whole = (line if line.endswith(("\n", "\r")) else f"{line}\n\\ No newline at end of file\n" for line in change)
-    found = scan.scan_text(text, str(path))
-    found.remarks += [Named(str(path), line, module, BY_TEXT) for line, module in _imported_by_text(text)]
-    return "".join(whole), found
+@dataclass(frozen=True)
+class Change:
+    """What becomes of one script."""
+
+    path: Path
+    old: str
+    new: str
+    found: Found
+    """The names of Accelerate that it uses."""
+
+    def diff(self) -> str:
+        """The change as a unified diff; empty without changes."""
+        names = str(self.path), f"{self.path} on shardkit"
+        lines = difflib.unified_diff(_LINE.findall(self.old), _LINE.findall(self.new), *names)
+        ended = (line if line.endswith(("\n", "\r")) else f"{line}\n\\ No newline at end of file\n" for line in lines)
+        return "".join(ended)
+
+
+def change_of(path: Path) -> Change:
+    """The change of one file. Raises UsageError if it cannot be read or is not valid Python."""
+    text, file = source(path), str(path)
+    tree = _parsed(text, file)
+    found = scan.scan_tree(tree, file)
+    found.remarks += [Named(file, line, name, remark) for line, name, remark in _in_texts(tree)]
+    return Change(path, text, _changed(text, tree), found)
 
 
 BY_TEXT = "is imported by a text, which is not changed; write shardkit.compat in it"
+STARTS = "starts Accelerate's launcher, and is not changed; write shardkit launch --as-accelerate, with the same flags"
 
 
-def _imported_by_text(text: str) -> Iterator[tuple[int, str]]:
-    """(line, module) of `importlib.import_module("accelerate.utils")` and `__import__`, which `migrated` has read."""
-    for node in ast.walk(ast.parse(text.removeprefix(scan.BYTE_ORDER_MARK))):
+def _in_texts(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """(line, what, remark) where a text names Accelerate: `importlib.import_module("accelerate.utils")`, `__import__`,
+    and commands, `"accelerate launch ..."` and `["accelerate", "launch", ...]`."""
+    says = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings, with examples of use
+    for node in ast.walk(tree):
         match node:
             case ast.Call(func=function, args=[ast.Constant(value=str(module)), *_]):
                 is_import = dotted(function)[-1:] in (["import_module"], ["__import__"])
                 if is_import and below_accelerate(module) is not None:
-                    yield node.lineno, module
+                    yield node.lineno, module, BY_TEXT
+            case ast.Constant(value=str(text)) if id(node) not in says and text.split()[:2] == ["accelerate", "launch"]:
+                yield node.lineno, "accelerate launch", STARTS
+            case ast.List(elts=words) | ast.Tuple(elts=words):
+                if [getattr(word, "value", None) for word in words[:2]] == ["accelerate", "launch"]:
+                    yield node.lineno, "accelerate launch", STARTS
 
 
 def remarks(found: Found) -> list[str]:

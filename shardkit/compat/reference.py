@@ -52,8 +52,8 @@ accumulation window, `test_ops` at its check of padding different shapes (shardk
 
 def migration_page(script: Path) -> str:
     """The page, in Markdown. `script`: a script for Accelerate, whose diff is shown."""
-    change, found = migrate.diff(script)
-    change = change.replace(str(script), script.name)
+    change = migrate.change_of(script)
+    diff = change.diff().replace(str(script), script.name)
     parts = [
         HEAD,
         _differences(),
@@ -62,9 +62,9 @@ def migration_page(script: Path) -> str:
         _attributes(),
         _arguments(),
         _refused(),
-        f"## A script's diff\n\n```diff\n{change}```\n",
+        f"## A script's diff\n\n```diff\n{diff}```\n",
     ]
-    remarks = "\n".join(f"- `{line.replace(str(script), script.name)}`" for line in migrate.remarks(found))
+    remarks = "\n".join(f"- `{line.replace(str(script), script.name)}`" for line in migrate.remarks(change.found))
     last = f"After the diff, `shardkit migrate train.py` prints what the new imports do not solve:\n\n{remarks}\n"
     return "\n".join([*parts, last])
 

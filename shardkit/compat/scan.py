@@ -66,15 +66,17 @@ def scan_script(script: str, is_module: bool = False) -> Found:
 def scan_text(text: str, file: str) -> Found:
     """The names in one file; why there are none, if Python cannot read it."""
     try:
-        tree = ast.parse(text.removeprefix(BYTE_ORDER_MARK))
-        return Found() if _is_on_shardkit(tree) else _found_in(tree, file)
+        return scan_tree(ast.parse(text.removeprefix(BYTE_ORDER_MARK)), file)
     except SyntaxError as error:
         return Found(unread=[Named(file, error.lineno or 1, "", error.msg)])
     except (ValueError, *TOO_DEEP):
         return Found(unread=[Named(file, 1, "", "nested too deeply, or of no text")])
 
 
-def _found_in(tree: ast.Module, file: str) -> Found:
+def scan_tree(tree: ast.Module, file: str) -> Found:
+    """The names in one file that Python has parsed; none where it is written for shardkit."""
+    if _is_on_shardkit(tree):
+        return Found()
     found, bound = Found(), bindings(tree)
     for module, name, line in bound.uses:
         _classify(found, file, line, module, name)
