@@ -46,11 +46,6 @@ class Share:
     is_last: bool
     batches: int | None = None
 
-    @property
-    def counts(self) -> tuple[int, int, bool, bool]:
-        """Samples of the whole batch and of this rank; whether it is padded, and the last."""
-        return self.samples, len(self.items), self.is_padded, self.is_last
-
 
 def shares_of_indexed(order: Indexed, start: int, layout: BatchLayout) -> Iterator[Share]:
     """This rank's share of every global batch from position `start` (in samples) to the end of the epoch."""

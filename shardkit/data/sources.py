@@ -355,7 +355,7 @@ def _sampled(
             if source.layout.rank == 0:
                 _warn_of_another_order(order.name, begins, start.dataset)
         after = EPOCH_IS_OVER if share.is_last else begins
-        yield Piece(batch, *share.counts, after, first, share.batches)
+        yield Piece(batch, share.samples, len(share.items), share.is_padded, share.is_last, after, first, share.batches)
 
 
 def _warn_of_another_order(name: str, begins: list[str], saved: list[str] | None) -> None:
