@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardkit.distributed.tensors import every_parameter
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
+from shardkit.optim.kernels import parameters_of
 from shardkit.optim.local_step import refuse_unfit
 from shardkit.optim.rebind import same_objects
 from shardkit.runtime.accumulate import Accumulation
@@ -52,7 +53,7 @@ def _install() -> None:
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if _is_inside_prepared():
         return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [*parameters_of(optimizer)]
     if any(isinstance(parameter, ReleasedParameter) for parameter in parameters):
         raise UsageError(
             f"optimizer step: {type(optimizer).__name__} was built before its model was prepared, and was not prepared "
@@ -100,7 +101,7 @@ def _is_inside_prepared() -> bool:
 
 def _owners(optimizer: torch.optim.Optimizer) -> list[Accumulation]:
     """The runs whose models the optimizer trains, by its first parameter."""
-    first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+    first = next(parameters_of(optimizer), None)
     return [run for run in _runs if any(first is p for model in run.models for p in every_parameter(model))]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardkit.log import get_logger
+from shardkit.optim.kernels import parameters_of
 from shardkit.runtime import foreign_steps
 from shardkit.runtime.run import Run
 from shardkit.wording import first_few
@@ -22,7 +23,7 @@ def warn(run: Run) -> None:
     strangers = [
         one
         for one in foreign_steps.stepped_on(run.accumulation)
-        if id(one) not in held and not prepared.issuperset(id(p) for group in one.param_groups for p in group["params"])
+        if id(one) not in held and not prepared.issuperset(map(id, parameters_of(one)))
     ]
     held |= {id(one) for schedule in run.schedulers for one in _within(schedule.scheduler)}
     scheduled = [

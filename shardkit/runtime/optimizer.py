@@ -11,6 +11,7 @@ from shardkit.distributed.tensors import local_part
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.log import get_logger
 from shardkit.optim.clip import are_mixed, multiply_gradients_, zero_gradients_
+from shardkit.optim.kernels import parameters_of
 from shardkit.optim.local_step import Stepper, stepper_of
 from shardkit.optim.plain_step import Operations, PlainStep
 from shardkit.optim.rebind import same_objects
@@ -89,7 +90,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
     @property
     def parameters(self) -> list[torch.Tensor]:
         """All parameters, of all groups."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [*parameters_of(self.optimizer)]
 
     def follow_parameters(self) -> None:
         """Chooses how to step on the optimizer's current parameters. UsageError where the optimizer cannot."""

@@ -20,6 +20,7 @@ from shardkit.distributed.tensors import every_parameter, is_composed, is_dtenso
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.log import get_logger
 from shardkit.optim import rebind
+from shardkit.optim.kernels import parameters_of
 from shardkit.runtime import distributed_model
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.optimizer import AcceleratedOptimizer
@@ -386,7 +387,7 @@ def _added(taken: Taken) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _refuse_late(run: Run, optimizer: torch.optim.Optimizer) -> None:
     """UsageError for parameters added to a model after it was prepared: their gradients would not be reduced."""
-    chosen = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    chosen = {*map(id, parameters_of(optimizer))}
     late = [fqn for one in run.taken for fqn, parameter in _added(one) if id(parameter) in chosen]
     if late:
         raise UsageError(
