@@ -244,7 +244,7 @@ def test_everything_that_is_wrong_is_told_at_once_with_its_place(tmp_path):
         "shardkit.yaml:1:1: num_procesess: unknown key; did you mean num_processes?",
         "shardkit.yaml:2:15: num_machines: is not a whole number (got 'two'); write one such as 1.",
         "shardkit.yaml:4:3: fsdp_config.fsdp_offload_parms: unknown key; did you mean fsdp_offload_params?",
-        "shardkit.yaml:5:3: fsdp_config.num_processes: unknown key; it belongs at the top level",
+        "shardkit.yaml:5:3: fsdp_config.num_processes: unknown key; num_processes belongs at the top level",
         "shardkit.yaml:6:27: fsdp_config.fsdp_sharding_strategy: is not one of the choices (got 'FULL_SHRAD'); "
         "did you mean FULL_SHARD?",
         "shardkit.yaml:9:5: shardkit.checkpoint.keep_lst: unknown key; did you mean keep_last?",

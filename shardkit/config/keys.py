@@ -152,7 +152,7 @@ def suggestion(name: str, section: Path = (), start: str = "") -> str:
         return f"did you mean {'.'.join(all_keys()[tuple(meant.split('.'))].yaml_path)}?"
     if not near and elsewhere:
         block = ".".join(sections().get(elsewhere[0], ()))
-        return f"it belongs in the block {block}" if block else "it belongs at the top level"
+        return f"{name} belongs {f'in the block {block}' if block else 'at the top level'}"
     near = near or get_close_matches(name.lower(), here, 1, 0.6)
     if near:
         return f"did you mean {start}{_spelling_near(near[0], name, section)}?"
