@@ -137,4 +137,7 @@ MISMATCH = (
 def test_what_torch_says_of_a_mismatch_is_cut_to_what_matters():
     words = "the ranks are in different collectives: rank 0 in ALLREDUCE [4, 2] Float, rank 12 in BARRIER"
     assert failure.message_of(RuntimeError(MISMATCH)) == words
+    misread = MISMATCH.replace("SequenceNumber=5, OpType=BARRIER", "SequenceNumber=0OpType=ALLTOALL")
+    assert failure.message_of(RuntimeError(misread)) == words.replace("BARRIER", "another")
+    assert failure.message_of(RuntimeError(MISMATCH.replace("5, OpType=BAR", "5OpType=BAR"))) == words
     assert failure.message_of(RuntimeError("Rank 0 is running collective: what?")).startswith("Rank 0 is")

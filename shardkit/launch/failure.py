@@ -22,7 +22,7 @@ LOST_PEER = re.compile(
 """Messages of gloo, NCCL and the TCP store about a lost peer. Such an error is a consequence, not a cause."""
 
 MISMATCH = re.compile(
-    r"Rank (?P<rank>\d+) is running collective: CollectiveFingerPrint\((?:SequenceNumber=\d+, )?"
+    r"Rank (?P<rank>\d+) is running collective: CollectiveFingerPrint\((?:SequenceNumber=(?P<count>\d+)(?:, )?)?"
     r"OpType=(?P<op>\w+)(?:, TensorShape=\[(?P<shape>[\d, ]*)\], TensorDtypes=(?P<dtype>\w+))?",
     re.IGNORECASE,
 )
@@ -111,7 +111,8 @@ def collectives_of(message: str) -> str:
     parts = []
     for found in MISMATCH.finditer(message):
         of = f" [{found['shape']}] {found['dtype']}" if found["dtype"] else ""
-        parts.append(f"rank {found['rank']} in {found['op']}{of}")
+        is_misread = found["count"] == "0" and not of  # torch reads a peer of other tensors so, with any name
+        parts.append(f"rank {found['rank']} in {'another' if is_misread else found['op']}{of}")
     return ", ".join(parts) if len(parts) > 1 else ""
 
 

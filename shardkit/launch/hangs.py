@@ -145,6 +145,10 @@ def render(rows: Iterable[HangRow], timeout_s: float, *logs: str) -> str:
     lines.append(f"  First to stop: rank {first}. The stacks of all ranks are in {stacks}.")
     if all(row.waits for row in rows):
         lines.append("  Every rank waits for its peers: their collectives do not match, or the network is blocked.")
+        lines.append(
+            "  Under FSDP all ranks must run the same units, as often: no loop over a layer, no generation may be\n"
+            "  longer on one rank. With --set debug=true an error names the collectives that differ."
+        )
         if len({row.at for row in rows if row.at}) > 1:
             lines.append(
                 "  They wait at different lines: a call for all ranks may be under `if accelerator.is_main_process`.\n"
