@@ -66,7 +66,15 @@ PUBLISHED = {
     **{"smollm2-135m": 134_515_008, "smollm2-360m": 361_821_120, "smollm2-1.7b": 1_711_376_384},
     **{"smollm3-3b": 3_075_098_624, "tinyllama-1.1b-v1.0": 1_100_048_384},
     **{"phi-3-mini": 3_821_079_552, "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672},
-    "deepseek-v3": 671_026_404_352,  # without the routers' biases (buffers), and the layer that predicts further tokens
+    **{"gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "codellama-7b": 6_738_546_688},
+    **{"pythia-70m": 70_426_624, "pythia-160m": 162_322_944, "pythia-410m": 405_334_016, "pythia-1b": 1_011_781_632},
+    **{"pythia-1.4b": 1_414_647_808, "pythia-2.8b": 2_775_208_960, "pythia-6.9b": 6_857_302_016},
+    **{"pythia-12b": 11_846_072_320, "mistral-7b": 7_241_732_096, "mistral-7b-v0.2": 7_241_732_096},
+    **{"mixtral-8x22b": 140_620_634_112, "gemma-2b": 2_506_172_416, "gemma-7b": 8_537_680_896},
+    **{"phi-3-medium": 13_960_238_080, "starcoder2-3b": 3_030_371_328, "starcoder2-7b": 7_173_923_840},
+    "starcoder2-15b": 15_957_889_024,
+    # Without the routers' biases (buffers), and the layer that predicts further tokens.
+    **{"deepseek-v3": 671_026_404_352, "deepseek-r1": 671_026_404_352, "kimi-k2": 1_026_408_209_408},
 }
 """Parameters of the published weights."""
 
@@ -99,7 +107,14 @@ def test_every_open_model_is_compared_and_in_the_documentation():
         ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b-v1.0"),
         ("mistralai/Mistral-Nemo-Instruct-2407", "mistral-nemo-2407"),
         ("allenai/OLMo-2-1124-7B-Instruct", "olmo-2-1124-7b"),
-        ("mistralai/Mistral-7B-v0.1", None),
+        ("mistralai/Mistral-7B-Instruct-v0.1", "mistral-7b"),
+        ("mistralai/Mixtral-8x22B-Instruct-v0.1", "mixtral-8x22b"),
+        ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen/Qwen3-30B-A3B-Thinking-2507", "qwen3-30b-a3b"),
+        ("deepseek-ai/DeepSeek-R1-0528", "deepseek-r1"),
+        ("EleutherAI/pythia-1.4b-deduped", "pythia-1.4b"),
+        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", None),
+        ("codellama/CodeLlama-7b-Python-hf", None),
         ("models/meta-llama/Llama-3.1-8B", None),
         ("meta-llama/Llama-3.1-8B/", None),
     ],

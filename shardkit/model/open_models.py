@@ -25,12 +25,27 @@ def _decoder(hidden: int, inner: int, layers: int, heads: int, groups: int, *sha
     return sizes
 
 
+def _neox(hidden: int, layers: int, heads: int, vocab: int = 50304) -> Sizes:
+    return {
+        "model_type": "gpt_neox",
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    }
+
+
 _LLAMA_2 = {"vocab_size": 32000, "max_position_embeddings": 4096}
 _LLAMA_3 = {"vocab_size": 128256, "max_position_embeddings": 8192}
+_CODE_LLAMA = {"vocab_size": 32016, "max_position_embeddings": 16384}
 _LLAMA_31 = {"vocab_size": 128256, "max_position_embeddings": 131072}
 _QWEN_2 = {"model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings": 32768}
 _QWEN_2_LARGE = {**_QWEN_2, "vocab_size": 152064}
 _QWEN_3 = {"model_type": "qwen3", "vocab_size": 151936, "max_position_embeddings": 40960, "head_dim": 128}
+_GEMMA = {"model_type": "gemma", "vocab_size": 256000, "max_position_embeddings": 8192, "head_dim": 256}
 _GEMMA_2 = {"model_type": "gemma2", "vocab_size": 256000, "max_position_embeddings": 8192}
 _GEMMA_3 = {
     "model_type": "gemma3_text",
@@ -39,6 +54,7 @@ _GEMMA_3 = {
     "head_dim": 256,
 }
 _MISTRAL = {"model_type": "mistral", "vocab_size": 32768, "max_position_embeddings": 32768}
+_MISTRAL_1 = {**_MISTRAL, "vocab_size": 32000}
 _MISTRAL_2024 = {**_MISTRAL, "vocab_size": 131072, "head_dim": 128}
 _MIXTRAL = {
     "model_type": "mixtral",
@@ -82,14 +98,33 @@ _DEEPSEEK_3 = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
 }
+_KIMI_2 = {
+    **_DEEPSEEK_3,
+    "vocab_size": 163840,
+    "max_position_embeddings": 131072,
+    "n_routed_experts": 384,
+    "first_k_dense_replace": 1,
+}
+_STARCODER_2 = {"model_type": "starcoder2", "vocab_size": 49152, "max_position_embeddings": 16384, "eos_token_id": 0}
 _TIED = {"tie_word_embeddings": True}
 
 SIZES: dict[str, Sizes] = {
     "gpt2": {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12},
+    "gpt2-medium": {"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16},
+    "gpt2-large": {"model_type": "gpt2", "n_embd": 1280, "n_layer": 36, "n_head": 20},
     "gpt2-xl": {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25},
+    "pythia-70m": _neox(512, 6, 8),
+    "pythia-160m": _neox(768, 12, 12),
+    "pythia-410m": _neox(1024, 24, 16),
+    "pythia-1b": _neox(2048, 16, 8),
+    "pythia-1.4b": _neox(2048, 24, 16),
+    "pythia-2.8b": _neox(2560, 32, 32),
+    "pythia-6.9b": _neox(4096, 32, 32, 50432),
+    "pythia-12b": _neox(5120, 36, 40, 50688),
     "llama-2-7b": _decoder(4096, 11008, 32, 32, 32, _LLAMA_2),
     "llama-2-13b": _decoder(5120, 13824, 40, 40, 40, _LLAMA_2),
     "llama-2-70b": _decoder(8192, 28672, 80, 64, 8, _LLAMA_2),
+    "codellama-7b": _decoder(4096, 11008, 32, 32, 32, _CODE_LLAMA),
     "llama-3-8b": _decoder(4096, 14336, 32, 32, 8, _LLAMA_3),
     "llama-3-70b": _decoder(8192, 28672, 80, 64, 8, _LLAMA_3),
     "llama-3.1-8b": _decoder(4096, 14336, 32, 32, 8, _LLAMA_31),
@@ -98,11 +133,14 @@ SIZES: dict[str, Sizes] = {
     "llama-3.2-1b": _decoder(2048, 8192, 16, 32, 8, _LLAMA_31, _TIED, head_dim=64),
     "llama-3.2-3b": _decoder(3072, 8192, 28, 24, 8, _LLAMA_31, _TIED, head_dim=128),
     "llama-3.3-70b": _decoder(8192, 28672, 80, 64, 8, _LLAMA_31),
+    "mistral-7b": _decoder(4096, 14336, 32, 32, 8, _MISTRAL_1),
+    "mistral-7b-v0.2": _decoder(4096, 14336, 32, 32, 8, _MISTRAL_1),
     "mistral-7b-v0.3": _decoder(4096, 14336, 32, 32, 8, _MISTRAL),
     "mistral-nemo-2407": _decoder(5120, 14336, 40, 32, 8, _MISTRAL_2024, max_position_embeddings=131072),
     "mistral-small-24b-2501": _decoder(5120, 32768, 40, 32, 8, _MISTRAL_2024),
     "ministral-8b-2410": _decoder(4096, 12288, 36, 32, 8, _MISTRAL_2024),
     "mixtral-8x7b": _decoder(4096, 14336, 32, 32, 8, _MIXTRAL),
+    "mixtral-8x22b": _decoder(6144, 16384, 56, 48, 8, _MIXTRAL, max_position_embeddings=65536),
     "qwen2.5-0.5b": _decoder(896, 4864, 24, 14, 2, _QWEN_2, _TIED),
     "qwen2.5-1.5b": _decoder(1536, 8960, 28, 12, 2, _QWEN_2, _TIED),
     "qwen2.5-3b": _decoder(2048, 11008, 36, 16, 2, _QWEN_2, _TIED),
@@ -118,12 +156,15 @@ SIZES: dict[str, Sizes] = {
     "qwen3-32b": _decoder(5120, 25600, 64, 64, 8, _QWEN_3),
     "qwen3-30b-a3b": _decoder(2048, 6144, 48, 32, 4, _QWEN_3_EXPERTS),
     "qwen3-235b-a22b": _decoder(4096, 12288, 94, 64, 4, _QWEN_3_EXPERTS, moe_intermediate_size=1536),
+    "gemma-2b": _decoder(2048, 16384, 18, 8, 1, _GEMMA, _TIED),
+    "gemma-7b": _decoder(3072, 24576, 28, 16, 16, _GEMMA, _TIED),
     "gemma-2-2b": _decoder(2304, 9216, 26, 8, 4, _GEMMA_2, _TIED, head_dim=256),
     "gemma-2-9b": _decoder(3584, 14336, 42, 16, 8, _GEMMA_2, _TIED, head_dim=256),
     "gemma-2-27b": _decoder(4608, 36864, 46, 32, 16, _GEMMA_2, _TIED, head_dim=128),
     "gemma-3-270m": _decoder(640, 2048, 18, 4, 1, _GEMMA_3, _TIED),
     "gemma-3-1b": _decoder(1152, 6912, 26, 4, 1, _GEMMA_3, _TIED),
     "phi-3-mini": _decoder(3072, 8192, 32, 32, 32, _PHI_3),
+    "phi-3-medium": _decoder(5120, 17920, 40, 40, 10, _PHI_3),
     "phi-4": _decoder(5120, 17920, 40, 40, 10, _PHI_4),
     "olmo-2-0425-1b": _decoder(2048, 8192, 16, 16, 16, _OLMO_2),
     "olmo-2-1124-7b": _decoder(4096, 11008, 32, 32, 32, _OLMO_2),
@@ -134,12 +175,19 @@ SIZES: dict[str, Sizes] = {
     "smollm2-1.7b": _decoder(2048, 8192, 24, 32, 32, _SMOLLM_2, _TIED),
     "smollm3-3b": _decoder(2048, 11008, 36, 16, 4, _SMOLLM_3, _TIED),
     "tinyllama-1.1b-v1.0": _decoder(2048, 5632, 22, 32, 4, _TINYLLAMA),
+    "starcoder2-3b": _decoder(3072, 12288, 30, 24, 2, _STARCODER_2, _TIED),
+    "starcoder2-7b": _decoder(4608, 18432, 32, 36, 4, _STARCODER_2, _TIED),
+    "starcoder2-15b": _decoder(6144, 24576, 40, 48, 4, _STARCODER_2),
     "gpt-oss-20b": _decoder(2880, 2880, 24, 64, 8, _GPT_OSS, num_local_experts=32),
     "gpt-oss-120b": _decoder(2880, 2880, 36, 64, 8, _GPT_OSS, num_local_experts=128),
     "deepseek-v3": _decoder(7168, 18432, 61, 128, 128, _DEEPSEEK_3),
+    "deepseek-r1": _decoder(7168, 18432, 61, 128, 128, _DEEPSEEK_3),
+    "kimi-k2": _decoder(7168, 18432, 61, 64, 64, _KIMI_2),
 }
 
-_VARIANTS = re.compile(r"-(?:chat|instruct|base|hf|it|pt|4k)(?=-|$)")
+_VARIANTS = re.compile(
+    r"-(?:chat|instruct|base|hf|it|pt|4k|128k|coder|math|thinking|deduped|v0\.1|0324|0528|0905|2507)(?=-|$)"
+)
 """Parts of names on model hubs that do not change a model's sizes."""
 
 
