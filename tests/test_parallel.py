@@ -4,7 +4,7 @@ import copy
 import gc
 import inspect
 import sys
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -411,13 +411,17 @@ def test_an_input_that_a_unit_changes_in_place_is_told(ranks):
 
 def test_a_model_that_torch_has_made_parallel_is_refused(ranks):
     for strategy in (1, 3):
-        (text, _) = ranks.run(2, refusal_of_threads, strategy)
-        assert text == "model: is already parallel (got a DataParallel in it); give the unwrapped model, once."
+        for wrapper in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):
+            (text, _) = ranks.run(2, refusal_of_wrapped, wrapper, strategy)
+            assert text == f"model: is already parallel (got a {wrapper} in it); give the unwrapped model, once."
 
 
-def refusal_of_threads(strategy: int) -> str:
+def refusal_of_wrapped(wrapper: str, strategy: int) -> str:
+    from torch.distributed import fsdp
+
+    wrap = getattr(nn.parallel, wrapper, None) or partial(fsdp.FullyShardedDataParallel, device_id=torch.device("cpu"))
     with pytest.raises(ModelError) as refused:
-        parallel(nn.DataParallel(models.Gpt()), config_for(2, strategy))
+        parallel(wrap(models.Gpt()), config_for(2, strategy))
     return str(refused.value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -211,8 +212,7 @@ def _unfit(model: nn.Module, config: Config) -> list[str]:
                 f"model: is already sharded (got a sharded {name} in it), by the script, by an Accelerator with other "
                 "settings, or as a part of another model; build the model anew, and prepare it once."
             ]
-        is_in_threads = isinstance(module, nn.DataParallel) and config.num_processes > 1
-        if is_in_threads or isinstance(module, DistributedDataParallel):
+        if _is_parallel(module, config):
             return [f"model: is already parallel (got a {name} in it); give the unwrapped model, once."]
     lazy = [fqn for fqn, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     problems = [f"model: {fqn} has no shape yet; run one batch through the model first." for fqn in lazy]
@@ -225,6 +225,14 @@ def _unfit(model: nn.Module, config: Config) -> list[str]:
     if config.mode in ("fsdp", "ddp") and config.num_processes > 1:
         problems += _changed_in_forward(model)
     return problems
+
+
+def _is_parallel(module: nn.Module, config: Config) -> bool:
+    """Whether it is one of torch's wrappers for several devices."""
+    if isinstance(module, nn.DataParallel):
+        return config.num_processes > 1
+    wrapper_of_fsdp_1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    return isinstance(module, (DistributedDataParallel, wrapper_of_fsdp_1))
 
 
 def _is_spread(parameter: nn.Parameter, config: Config) -> bool:
