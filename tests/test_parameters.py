@@ -379,6 +379,25 @@ def test_numbers_of_a_sharded_tensor_are_those_of_the_whole_one(ranks):
         ]
 
 
+def collectives_that_need_whole_tensors() -> list[str]:
+    weight = accelerator_for(1).prepare(Net()).head.weight.detach()
+    whole = [torch.empty(weight.shape) for _ in range(2)]
+    calls = (
+        lambda: dist.all_gather(whole, weight),
+        lambda: dist.all_gather_into_tensor(torch.empty(2 * len(weight), *weight.shape[1:]), weight),
+        lambda: dist.reduce(weight, 0),
+        lambda: dist.all_reduce(weight, dist.ReduceOp.PRODUCT),
+    )
+    return [*map(refusal, calls)]
+
+
+def test_collectives_of_parts_are_refused(ranks):
+    for texts in ranks.run(2, collectives_that_need_whole_tensors):
+        names = [text.partition(": a rank has only a part of a sharded tensor; remove the call")[0] for text in texts]
+        found = [name.removeprefix("torch.distributed (").rstrip(")") for name in names]
+        assert found == ["allgather", "allgather_base", "reduce", "allreduce"]
+
+
 def pickled() -> tuple[str, str, list[str]]:
     """The kinds of tensors in pickles of whole and of sharded tensors, and the warnings of the latter."""
     accelerator, model, told = accelerator_for(1), Net(), []

@@ -41,6 +41,7 @@ from shardkit.sharding import (
     precision,
     random_values,
     reductions,
+    torch_collectives,
 )
 from shardkit.sharding.gradient_sync import GradientMean, drop_unreduced, sync_with_model
 from shardkit.sharding.precision import Precision
@@ -166,7 +167,7 @@ class Carried:
 # What sharded tensors do that torch's DTensors do not.
 _BEHAVIOURS = (
     random_values, numbers_of_tensors, in_place, assigned_data, reductions, copied_parts, flattened, pickled_parts,
-    composite_operators, chosen_rows,
+    composite_operators, chosen_rows, torch_collectives,
 )  # fmt: skip
 
 

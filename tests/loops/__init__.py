@@ -14,6 +14,7 @@ from tests.loops import (  # noqa: F401
     forms,
     handles,
     optimizers,
+    parallel_before,
     phases,
     returned,
     several_loaders,
