@@ -37,3 +37,5 @@ def migrate(
         if write and text:
             files.write_text(change.migrated(change.source(path), str(path)), path, "check its permissions")
             typer.echo(f"{path}: changed.", err=True)
+    if changes and not any(one[0] or "shardkit" in change.source(path) for path, one in changes.items() if one):
+        typer.echo("A plain PyTorch script is changed by hand: see docs/how-to/training-script.md.", err=True)
