@@ -252,6 +252,19 @@ def test_migrate_changes_the_line_that_python_means_and_no_line_end(tmp_path, be
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
+def test_migrate_of_a_plain_script_says_where_its_change_is_described(tmp_path, capsys):
+    script, advice = tmp_path / "train.py", "docs/how-to/training-script.md"
+    script.write_text("import torch\n")
+    assert run(["migrate", str(script)]) == 0
+    said = capsys.readouterr()
+    assert "does not import accelerate; nothing to change" in said.out and advice in said.err
+    assert (Path(__file__).parent.parent / advice).exists()
+    for text in "from shardkit import Accelerator\n", "from accelerate import Accelerator\n":
+        script.write_text(text)
+        assert run(["migrate", str(script)]) == 0
+        assert advice not in capsys.readouterr().err
+
+
 # ---- the wizard ----
 
 

@@ -1,8 +1,10 @@
 """save_state and load_state as a script uses them: folders by step, exact data position, replacement, saving beside."""
 
+import copy
 import json
 import logging
 import multiprocessing
+import pickle
 import random
 from pathlib import Path
 
@@ -216,6 +218,24 @@ def both_kinds(project):
     whole = run[0].get_state_dict(run[1])
     assert (run[0].is_main_process and {"0.weight", "2.bias"} < set(whole)) or not whole
     return [(path.name, manifest.read(path).kind) for path in (sharded, full)]
+
+
+def whole_state_saved_on_all_ranks(project):
+    run = run_of(project)
+    whole = run[0].get_state_dict(run[1])
+    assert pickle.loads(pickle.dumps(whole)).keys() == copy.deepcopy(whole).keys() == whole.keys()
+    try:
+        torch.save({"epoch": 1, "model": whole}, project / f"{run[0].process_index}.pt")
+    except UsageError as error:
+        return str(error)
+    return set(torch.load(project / f"{run[0].process_index}.pt")["model"])
+
+
+def test_an_empty_state_dict_of_another_rank_is_not_written(ranks, tmp_path):
+    """Where all ranks write one file, it would often be the empty one."""
+    saved, refused = ranks.run(2, whole_state_saved_on_all_ranks, tmp_path)
+    assert {"0.weight", "2.bias"} < saved
+    assert "torch.save: only rank 0 has what get_state_dict gathers (got an empty dict on rank 1)" in refused
 
 
 @pytest.mark.requirement("D4")

@@ -228,6 +228,7 @@ def test_a_rank_that_leaves_early_is_named(tmp_path, what):
     assert done.returncode == 1
     assert "launch: rank 1 failed first: exited with code 0 while the other ranks still waited" in done.stderr
     assert "rank 0 lost its peer" in done.stderr
+    assert "  next     all ranks must leave a loop, and end, together" in done.stderr
 
 
 @pytest.mark.fault_row(26)

@@ -912,6 +912,7 @@ def test_an_error_in_a_worker_of_a_data_loader_is_told_with_its_own_line():
         ("[/gloo/transport/tcp/pair.cc:1]\nfailed to connect", "gloo could not connect ranks"),
         ("[/gloo/transport/tcp/pair.cc:1] timed out", ""),
         ("'Gpt' object has no attribute 'module'", "only DDP's wrapper has .module"),
+        ("trying to initialize the default process group twice!", "Accelerator() has started the process group"),
         ('iter->isIntList() INTERNAL ASSERT FAILED at "torch/csrc/autograd/TraceTypeManual.cpp":238', "torch.jit and"),
         ("can't start new thread", "the system allows no more processes or threads: raise ulimit -u"),
     ],
@@ -1074,7 +1075,8 @@ def test_the_rank_that_the_others_wait_for_is_named():
     assert "Every rank waits for its peers" in said and "at different lines" not in said
     elsewhere = Seen(stacks.parse(IN_A_COLLECTIVE.replace("line 20", "line 30")), is_in_collective=True)
     apart = rows_of({0: rank(0, 10.0), 1: rank(1, 11.0)}, {0: Seen(waiting, is_in_collective=True), 1: elsewhere}, 20.0)
-    assert "They wait at different lines" in render(apart, 5.0, "logs")
+    said = render(apart, 5.0, "logs")
+    assert "They wait at different lines" in said and "by a value of its own (early stopping)" in said
 
 
 def test_where_all_ranks_of_a_machine_wait_another_one_is_judged_first():

@@ -8,6 +8,7 @@ State that may differ between ranks (everything except model tensors and sharded
 `per_rank` compares between ranks.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,7 @@ from shardkit.distributed.tensors import (
     unwrapped,
     whole,
 )
-from shardkit.errors import CheckpointError
+from shardkit.errors import CheckpointError, UsageError
 
 
 class Stateful(Protocol):
@@ -141,8 +142,8 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @outside_inference_mode()
 def whole_tensors(model: nn.Module) -> dict[str, Any]:
-    """The model's full state dict in host memory on rank 0; empty elsewhere. The names of a tied parameter have one
-    tensor, which Transformers then writes once. Collective: gathers tensor by tensor."""
+    """The model's full state dict in host memory on rank 0; `OfRankZero` elsewhere. The names of a tied parameter have
+    one tensor, which Transformers then writes once. Collective: gathers tensor by tensor."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     own, others = model_state(model)
     ties = tied_names(model, own)
@@ -154,7 +155,21 @@ def whole_tensors(model: nn.Module) -> dict[str, Any]:
         if rank == 0:
             is_new = full.is_cpu and local_part(tensor).shape != full.shape  # else a view, if this rank has all of it
             found[name] = full if is_new else tensors.copied(full)
-    return others | {name: found[ties.get(name, name)] for name in own} if rank == 0 else {}
+    return others | {name: found[ties.get(name, name)] for name in own} if rank == 0 else OfRankZero()
+
+
+class OfRankZero(dict[str, Any]):
+    """The empty state dict of the ranks that get none. `torch.save` of it raises UsageError: where all ranks save, the
+    file would be an empty one. For other ways of pickling it is a dict."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__") == "torch.serialization":
+            raise UsageError(
+                "torch.save: only rank 0 has what get_state_dict gathers (got an empty dict on rank "
+                f"{dist.get_rank()}); call get_state_dict on all ranks, then torch.save under "
+                "`if accelerator.is_main_process`."
+            )
+        return dict, (dict(self),)
 
 
 def copies(model: nn.Module) -> dict[str, Any]:

@@ -23,11 +23,11 @@ def migrate(
     from shardkit.problems import Problems
 
     problems = Problems()
-    changes = [problems.of(change_of, path) for path in scripts(given)]
-    said: set[str] = set()
+    found = [problems.of(change_of, path) for path in scripts(given)]
     problems.raise_all("Nothing was changed." if write else "")
+    changes = [change for change in found if change is not None]
+    said: set[str] = set()
     for change in changes:
-        assert change is not None
         diff = change.diff()
         typer.echo(diff or f"{change.path}: does not import accelerate; nothing to change.", nl=not diff)
         for line in remarks(change.found):
@@ -37,3 +37,5 @@ def migrate(
         if write and diff:
             files.write_text(change.new, change.path, "check its permissions")
             typer.echo(f"{change.path}: changed.", err=True)
+    if not any(change.new != change.old or "shardkit" in change.old for change in changes):
+        typer.echo("A plain PyTorch script is changed by hand: see docs/how-to/training-script.md.", err=True)

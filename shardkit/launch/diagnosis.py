@@ -15,9 +15,15 @@ from shardkit.launch.rank_files import RankError
 _OF_AN_ABORT = (
     'if the log says "collective mismatch" (gloo): a call for all ranks may be under `if accelerator.is_main_process`; '
     "under FSDP these include a forward, each unit in it (an expert, a branch), and `.item()` and `full_tensor()` of "
-    "sharded values"
+    "sharded values; or a rank left a loop by a value of its own (early stopping): decide by one that is the same on "
+    'all, as accelerator.reduce(value, "mean") is'
+)
+_OF_AN_EARLY_END = (
+    "all ranks must leave a loop, and end, together: decide by a value that is the same on all of them, as "
+    'accelerator.reduce(value, "mean") is, and not under `if accelerator.is_main_process`'
 )
 
+_BY_EXIT_CODE: dict[int | None, str] = {-signal.SIGABRT: _OF_AN_ABORT, 0: _OF_AN_EARLY_END}
 
 _BY_MESSAGE = (
     (
@@ -98,6 +104,10 @@ _BY_MESSAGE = (
         r"^'\w+' object has no attribute 'module'$",
         "only DDP's wrapper has .module; a sharded model, and that of one process, is the script's own: use "
         "accelerator.unwrap_model(model), which is right for all of them",
+    ),
+    (
+        "trying to initialize the default process group twice",
+        "Accelerator() has started the process group: remove init_process_group from the script",
     ),
     (
         "Could not resolve the process group",
@@ -241,7 +251,7 @@ def _next_step(outcome: RankOutcome) -> str:
     """Advice for an error of torch whose message has none; empty if there is none."""
     error = outcome.error
     if error is None:
-        return _OF_AN_ABORT if outcome.exit_code == -signal.SIGABRT else ""
+        return _BY_EXIT_CODE.get(outcome.exit_code, "")
     if error.rank and (error.kind == "BdbQuit" or error.message == "EOF when reading a line"):
         return (
             "only rank 0 reads the terminal; the others wait for it at their next collective: "

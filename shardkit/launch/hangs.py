@@ -152,7 +152,9 @@ def render(rows: Iterable[HangRow], timeout_s: float, *logs: str) -> str:
         if len({row.at for row in rows if row.at}) > 1:
             lines.append(
                 "  They wait at different lines: a call for all ranks may be under `if accelerator.is_main_process`.\n"
-                "  Under FSDP these include a forward, and `.item()` and `full_tensor()` of sharded values."
+                "  Under FSDP these include a forward, and `.item()` and `full_tensor()` of sharded values.\n"
+                "  Or a rank has left a loop by a value of its own (early stopping): decide by one that is the same\n"
+                '  on all, as accelerator.reduce(value, "mean") is.'
             )
     return "\n".join(lines)
 

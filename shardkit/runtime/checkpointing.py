@@ -100,7 +100,7 @@ class Checkpointing(Topology):
         saving.save_model(self._run, model, save_directory, size, dtype)
 
     def get_state_dict(self, model: nn.Module, *_: Any, **__: Any) -> dict[str, Any]:
-        """The model's full state dict on rank 0; other ranks may get an empty one. Collective."""
+        """The model's full state dict on rank 0, which may save it; other ranks may get an empty one. Collective."""
         from shardkit.checkpoint import state
 
         if not isinstance(model, nn.Module):

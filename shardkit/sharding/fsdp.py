@@ -216,8 +216,8 @@ def _refuse_copies(memo: dict[int, Any]) -> Any:
 def _refuse_pickling(protocol: int) -> Any:
     raise UsageError(
         "torch.save: a sharded model cannot be pickled (got a prepared one); save its weights: "
-        "accelerator.save_model(model, folder), or what accelerator.get_state_dict(model) returns. All ranks must call "
-        "these."
+        "accelerator.save_model(model, folder), or on rank 0 what accelerator.get_state_dict(model) returns there. All "
+        "ranks must call these two."
     )
 
 

@@ -58,8 +58,8 @@ def _deep_copy(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
 def _tell() -> None:
     log.warning(
         "torch.save: sharded tensors are pickled, so this rank writes its own part of each only, which cannot be read "
-        "without the files of all ranks; accelerator.get_state_dict(model) gives whole tensors, "
-        "accelerator.save_model(model, folder) and save_state() write them. All ranks must call these."
+        "without the files of all ranks; accelerator.save_model(model, folder) and save_state() write whole tensors, "
+        "accelerator.get_state_dict(model) gives them to rank 0, for torch.save there. All ranks must call these three."
     )
 
 
@@ -76,5 +76,6 @@ def _set_state(tensor: DTensor, state: Any) -> None:
         raise UsageError(
             f"torch.load: the file has parts of sharded tensors that rank {int(mesh.mesh[tuple(saved)])} wrote (got it "
             f"on rank {rank}), and this rank has other parts; load here what this rank wrote, or save whole tensors: "
-            "accelerator.get_state_dict(model), or save_state() and load_state(), which all ranks call."
+            "save_state() and load_state(), which all ranks call; accelerator.get_state_dict(model) gives rank 0 whole "
+            "ones, too."
         )
