@@ -128,6 +128,21 @@ def test_batch_samplers_of_the_users_own_are_sharded_by_batches():
     assert skip_first_batches(batch_sampled(0, 2), 3).samples_seen == state["samples_seen"] == 11
 
 
+class WithItsOwnBatches(DataLoader):
+    """Groups the sampler's indices by a class of its own, as torchdata's StatefulDataLoader does."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        own = type("Own", (BatchSampler,), {})(self.sampler, self.batch_size, self.drop_last)
+        object.__setattr__(self, "batch_sampler", own)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, WithItsOwnBatches])
+def test_a_loader_with_batches_of_its_own_spreads_the_last_one_like_any_other(kind):
+    loaders = [prepare_loader(kind(Numbers(), batch_size=8), rank, 2, CPU, 7) for rank in range(2)]
+    assert [[batch.tolist() for batch in loader][-1] for loader in loaders] == [[32, 33, 34, 35], [36, 37, 38, 39]]
+
+
 def test_batches_that_cannot_be_split_are_refused():
     fours = BatchSampler(SequentialSampler(Numbers()), 4, False)
     halves = type("Own", (BatchSampler,), {})(SequentialSampler(Numbers()), 4, False)

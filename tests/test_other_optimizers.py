@@ -124,6 +124,21 @@ class OwnKernel(Rule):
         return g
 
 
+@torch.library.custom_op("shardkit_tests::heavy_ball", mutates_args=("p", "momentum"))
+def heavy_ball(g: torch.Tensor, p: torch.Tensor, momentum: torch.Tensor, lr: float) -> None:
+    momentum.mul_(0.9).add_(g / (1 + g.norm()))
+    p.sub_(momentum, alpha=lr)
+
+
+class OwnOperator(Rule):
+    """An operator of torch.ops that writes to its arguments, as those of bitsandbytes."""
+
+    def update(self, p: Any, g: Any, state: dict[str, Any]) -> Any:
+        momentum = state.setdefault("momentum", torch.zeros_like(p))
+        torch.ops.shardkit_tests.heavy_ball(g, p, momentum=momentum, lr=0.1)
+        return torch.zeros_like(p)
+
+
 class WritesToFlat(Rule):
     def update(self, p: Any, g: Any, state: dict[str, Any]) -> Any:
         g.flatten().clamp_(-0.1, 0.1)
@@ -158,7 +173,7 @@ def distance(kind: type[Rule], strategy: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [NormsInPlace, Factored, Preconditioned, Flat, Lacking, Foreach])
+@pytest.mark.parametrize("kind", [NormsInPlace, Factored, Preconditioned, Flat, Lacking, Foreach, OwnOperator])
 @pytest.mark.parametrize("world", [2, 3])
 def test_weights_are_those_of_one_process(ranks, kind, world):
     assert max(ranks.run(world, distance, kind, 1)) < 1e-5

@@ -1087,6 +1087,8 @@ class Writing(nn.Module):
                 self.scale.clamp_(0.1, 0.5)
             elif self.write == "data":
                 self.scale.data = self.scale.data * 0.9
+            elif self.write == "in place of data":
+                self.scale.data.copy_(self.scale.data * 0.9)
             elif self.write == "another":
                 self.scale = nn.Parameter(self.scale * 0.9)
         return self.layer(x) * self.scale
@@ -1099,7 +1101,7 @@ def write_in_forward(strategy: int, write: str) -> None:
     model(torch.ones(2, 4)).sum().backward()
 
 
-@pytest.mark.parametrize("write", ["in place", "data", "another"])
+@pytest.mark.parametrize("write", ["in place", "data", "in place of data", "another"])
 def test_a_write_in_forward_that_would_be_lost_is_refused(ranks, write):
     for strategy in (1, 2):
         with pytest.raises(RankError, match="forward: scale was written during forward, and the new values"):

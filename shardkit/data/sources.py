@@ -84,7 +84,8 @@ def source_of(loader: DataLoader, layout: BatchLayout, split_batches: bool) -> S
     """The source for this loader's dataset and sampler."""
     if isinstance(loader.dataset, IterableDataset):
         return StreamSource(loader, layout)
-    if type(batch_sampler_of(loader)) in (BatchSampler, type(None)):
+    batches = batch_sampler_of(loader)
+    if batches is None or _is_plain(batches, loader):
         return SampledSource(loader, layout)
     return BatchSampledSource(loader, layout, split_batches)
 
@@ -107,6 +108,13 @@ def batch_size_of(loader: DataLoader) -> int | None:
     """Samples in one of the loader's batches; None where the dataset or a custom batch sampler forms them."""
     batches = batch_sampler_of(loader)
     return batches.batch_size if type(batches) is BatchSampler else loader.batch_size
+
+
+def _is_plain(batches: Any, loader: DataLoader) -> bool:
+    """Whether it groups single indices in their order: torch's, or a loader's own in its place, as torchdata's
+    StatefulDataLoader makes."""
+    is_the_loaders = loader.batch_size is not None and getattr(batches, "sampler", None) is loader.sampler
+    return type(batches) is BatchSampler or (is_the_loaders and isinstance(batches, BatchSampler))
 
 
 def batch_sampler_of(loader: DataLoader) -> Any:

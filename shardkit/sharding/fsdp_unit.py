@@ -24,13 +24,14 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._guards import active_fake_mode
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
-from shardkit.distributed.tensors import is_composed, local_part, outside_inference_mode, own_part
+from shardkit.distributed.tensors import flat_bytes, is_composed, local_part, outside_inference_mode, own_part
 from shardkit.errors import ModelError, UsageError
 from shardkit.sharding import fsdp_entry, fsdp_grad, fsdp_unused
 from shardkit.sharding.activation import gathering
@@ -131,6 +132,7 @@ class UnitGroup(FSDPParamGroup):
     _reached: list[bool] | None = None  # as `fsdp_unused` says
     _on_gathered: Callable[[FSDPParam], None]
     _as_gathered: list[tuple[int, int]]
+    _compared: int = 0  # forwards after which the gathered values were compared with the shard
     _left: LeftOnModules | None = None
     _turns: Turns | None = None  # of the model, where its gradients are in host memory
 
@@ -180,13 +182,16 @@ class UnitGroup(FSDPParamGroup):
             self.comm_ctx.all_gather_copy_in_stream.synchronize()
 
     def _refuse_writes(self) -> None:
-        """Refuse other values in gathered parameters: they would be lost when these are freed, or be in no save. (What
-        is written through `p.data` in place leaves no trace.)"""
+        """Refuse other values in gathered parameters: they would be lost when these are freed, or be in no save. What
+        is written through `p.data` in place leaves no trace: the first two forwards with gradients compare all."""
+        is_compared = self._compared < 2 and torch.is_grad_enabled() and active_fake_mode() is None
+        self._compared += is_compared
         for number, parameter in enumerate(self.fsdp_params):
             info, gathered = parameter._module_info, parameter._unsharded_param
             is_there = info.module._parameters.get(info.param_name) is gathered
             before, self._as_gathered[number] = self._as_gathered[number], _writes_to(gathered)
-            if not is_there or (self._as_gathered[number] != before and _differs_from_shard(parameter)):
+            may_differ = self._as_gathered[number] != before or (is_compared and not is_composed(gathered.detach()))
+            if not is_there or (may_differ and _differs_from_shard(parameter)):
                 raise UsageError(
                     f"forward: {parameter._param_fqn or info.param_name} was written during forward, and the new "
                     "values would be lost; write to parameters outside of forward, such as after the optimizer's step, "
@@ -335,7 +340,8 @@ def _differs_from_shard(parameter: FSDPParam) -> bool:
     gathered, sharded = parameter._unsharded_param.detach(), cast(DTensor, parameter.sharded_param)
     if is_composed(gathered):  # not comparable
         return True
-    return not torch.equal(own_part(gathered, sharded), local_part(sharded).to(gathered.device, gathered.dtype))
+    mine = local_part(sharded).to(gathered.device, gathered.dtype)
+    return not torch.equal(flat_bytes(own_part(gathered, sharded)), flat_bytes(mine))  # NaN is equal to itself there
 
 
 class _Once:

@@ -193,10 +193,25 @@ def in_place_of_whole(function: Any, tensor: DTensor, args: Sequence[Any], kwarg
 
 
 def of_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operation on whole tensors, which every rank repeats: the result is replicated."""
+    """The operation on whole tensors, which every rank repeats: the result is replicated. Of those that the operator
+    writes to, by its schema (bitsandbytes' kernels), this rank keeps its part."""
     mesh = next(value.device_mesh for value in tree_leaves((args, kwargs)) if is_dtensor(value))
-    result = function(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+    whole_args, whole_kwargs = tree_map(_plain, args), tree_map(_plain, kwargs)
+    result = function(*whole_args, **whole_kwargs)
+    wholes = _written(function, whole_args, whole_kwargs)
+    for tensor, whole in zip(_written(function, args, kwargs), wholes, strict=True):
+        if is_dtensor(tensor):
+            local_part(tensor).copy_(own_part(whole, tensor))
     return tree_map(lambda value: _shared(value, mesh) if isinstance(value, torch.Tensor) else value, result)
+
+
+def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operator of torch.ops writes to."""
+    schema = getattr(getattr(function, "default", function), "_schema", None)
+    if schema is None:
+        return []
+    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+    return [given[argument.name] for argument in schema.arguments if argument.is_write and argument.name in given]
 
 
 def _shared(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
