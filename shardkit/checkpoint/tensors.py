@@ -37,7 +37,7 @@ def entry_of(tensor: torch.Tensor, index: Index, holders: Mesh, where: str) -> T
         kind = type(local_part(tensor)).__name__
         raise CheckpointError(
             f"{where}: a {kind} consists of several tensors, and cannot be saved; use plain tensors: quantize a model "
-            "after it is loaded, or save only its adapters by save_model."
+            "after it is loaded, or save only its adapters by save_model; train with an optimizer whose state is plain."
         )
     shape, dtype = tuple(tensor.shape), DTYPES[tensor.dtype]
     if not isinstance(tensor, DTensor):
