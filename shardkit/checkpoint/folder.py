@@ -176,7 +176,7 @@ def candidates(root: Place) -> list[FoundCheckpoint]:
 
 
 def checkpoint_around(path: Path) -> Path | None:
-    """The checkpoint that this folder is in, or would be: files added there make it invalid. None if there is none."""
+    """The checkpoint that this folder is in, or would be: no place for files of another. None if there is none."""
     for parent in path.resolve().parents:
         # Another program may use the name MANIFEST.json in a parent folder, so index.json is required, too.
         if all(os.path.exists(parent / name) for name in (manifest.NAME, "index.json")):
