@@ -81,7 +81,7 @@ def steps(root: Place) -> list[FoundCheckpoint]:
 def unreadable(place: Place, error: OSError) -> CheckpointError:
     """The error of a place that the disk or the store does not let be read. What a store denies says what to do."""
     if isinstance(place, Url):
-        return CheckpointError(f"checkpoint: {place}: cannot be read: {error.strerror}.")
+        return CheckpointError(f"checkpoint: {place}: cannot be read: {objects.with_advice(error)}.")
     return CheckpointError(f"checkpoint: {place}: cannot be read ({error.strerror}); check its permissions.")
 
 

@@ -138,6 +138,12 @@ def failure(url: Url, what: str, error: Exception) -> OSError:
     return OSError(number_of(error), f"{what} failed ({message_of(error)})", str(url))
 
 
+def with_advice(error: OSError) -> str:
+    """What went wrong with a request, and what to do. What a store denies says so itself."""
+    advice = "" if isinstance(error, PermissionError) else "; check the URL, and the connection to the store"
+    return f"{error.strerror}{advice}"
+
+
 def message_of(error: Exception) -> str:
     text = str(error.strerror if isinstance(error, OSError) and error.strerror else error) or type(error).__name__
     return text.strip().rstrip(".").replace("\n", " ")
@@ -394,4 +400,4 @@ def nothing_there(url: Url) -> str | None:
     except ShardkitError as error:
         return str(error)
     except OSError as error:
-        return f"storage: {url}: cannot be read: {error.strerror}."
+        return f"storage: {url}: cannot be read: {with_advice(error)}."
