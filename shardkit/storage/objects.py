@@ -138,12 +138,6 @@ def failure(url: Url, what: str, error: Exception) -> OSError:
     return OSError(number_of(error), f"{what} failed ({message_of(error)})", str(url))
 
 
-def with_advice(error: OSError) -> str:
-    """What went wrong with a request, and what to do. What a store denies says so itself."""
-    advice = "" if isinstance(error, PermissionError) else "; check the URL, and the connection to the store"
-    return f"{error.strerror}{advice}"
-
-
 def message_of(error: Exception) -> str:
     text = str(error.strerror if isinstance(error, OSError) and error.strerror else error) or type(error).__name__
     return text.strip().rstrip(".").replace("\n", " ")
@@ -399,5 +393,7 @@ def nothing_there(url: Url) -> str | None:
         return None if is_there(url) else f"storage: {url}: no object with this name; check the URL."
     except ShardkitError as error:
         return str(error)
+    except PermissionError as error:
+        return f"storage: {url}: cannot be read: {error.strerror}."  # names the remedy
     except OSError as error:
-        return f"storage: {url}: cannot be read: {with_advice(error)}."
+        return f"storage: {url}: cannot be read ({error.strerror}); check the URL and the credentials."
