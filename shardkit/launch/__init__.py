@@ -1,4 +1,5 @@
-"""`shardkit launch`: checks before ranks start, machines and ranks, diagnosis of failures and hangs.
+"""`shardkit launch`: checks and LaunchSpec (without torch), machines and ranks (with torch), diagnosis of failures and
+hangs.
 
 before the start   flags, preflight, spec, environment, names; declining, where a machine cannot come
 one launch         attempts, restarts, folders, signals
