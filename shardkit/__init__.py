@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "Accelerator": "shardkit.runtime.accelerator",
-    "ProjectConfiguration": "shardkit.runtime.accelerator",
+    "ProjectConfiguration": "shardkit.runtime.project",
     "debug_launcher": "shardkit.runtime.notebook",
     "notebook_launcher": "shardkit.runtime.notebook",
     "find_executable_batch_size": "shardkit.runtime.batch_size",

@@ -205,7 +205,7 @@ def test_keys_of_things_we_do_not_do_are_fine_while_they_say_nothing(tmp_path):
     for position, words in enumerate(
         [
             "shardkit.yaml:1:1: deepspeed_config: DeepSpeed is not run here (got {'zero_stage': '3'}); use fsdp_config",
-            "shardkit.yaml:3:1: parallelism_config: tp_size is not supported (got 2); use data parallelism.",
+            "shardkit.yaml:3:1: parallelism_config: tp_size is not supported (got 2); write 1, or leave it out.",
             "shardkit.yaml:5:1: dynamo_config: this backend is not supported (got aot_eager); use INDUCTOR.",
             "shardkit.yaml:7:22: compute_environment: is not supported (got 'AMAZON_SAGEMAKER'); SageMaker jobs are",
             "shardkit.yaml:8:19: distributed_type: is not supported (got 'MULTI_XPU'); this kind of device is not",

@@ -14,7 +14,7 @@ def test_a_page_made_from_the_code_is_up_to_date(name):
     assert (REFERENCE / name).read_text(encoding="utf-8") == PAGES[name](), "write it anew: make docs"
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "data", "sharding"])
+@pytest.mark.parametrize("name", ["checkpoint", "config", "data", "launch", "plan", "runtime", "sharding"])
 def test_the_map_of_a_large_folder_names_its_files(name):
     package = import_module(f"shardkit.{name}")
     files = {path.stem for path in Path(str(package.__file__)).parent.glob("*.py")} - {"__init__"}

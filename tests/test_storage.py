@@ -276,6 +276,17 @@ def test_an_expired_token_is_told_in_the_words_of_the_store(tmp_path, root, live
     assert capsys.readouterr().err.strip().endswith(told)
 
 
+def test_a_store_that_does_not_answer_is_told_with_what_to_check(root, monkeypatch):
+    def down(store, path, **kwargs):
+        raise OSError(5, "the store is down")
+
+    for request in ("info", "find"):
+        monkeypatch.setattr(stores.Objects, request, down)
+    assert objects.nothing_there(root).endswith("(the store is down)); check the URL and the credentials.")
+    with pytest.raises(CheckpointError, match=r"\(the store is down\)\); check the URL and the credentials\.$"):
+        folder.steps(root)
+
+
 @pytest.mark.parametrize(
     ("error", "told"),
     [

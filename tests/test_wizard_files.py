@@ -55,7 +55,7 @@ def possible(question, here):
     values = []
     for text in TYPED[question.key]:
         with suppress(ValueError):
-            values.append(question.check(here, text))
+            values.append(question.read(here, text))
     return values
 
 
@@ -160,7 +160,7 @@ def test_a_files_own_form_of_a_value_is_kept_but_not_taken_for_an_answer():
     assert settle(base, answers | {"tpu_env": ["A=1"]}).answers["tpu_env"] == ["A=1"]
     assert settle(base, answers | {"tpu_env": ["A=1,--b"]}).answers["tpu_env"] == []
     with pytest.raises(ValueError, match="not NAME=value"):
-        by_key("tpu_env").check(base, "A=1,--b")
+        by_key("tpu_env").read(base, "A=1,--b")
 
 
 OPENED = [
@@ -272,11 +272,11 @@ def test_a_size_with_a_space_is_one_word_of_the_printed_command():
 def test_numbers_that_a_file_may_not_have_are_refused_where_they_are_typed(key):
     question = next(question for question in QUESTIONS if question.key == key)
     with pytest.raises(ValueError, match=r"out of range \(got 1,0+"):
-        question.check(Situation(CPU_ONLY), "1" + "0" * 30)
+        question.read(Situation(CPU_ONLY), "1" + "0" * 30)
     with pytest.raises(ValueError, match=r"not a whole number \(got 'many'\); give \d to 1[0-9,]+\.$"):
-        question.check(Situation(CPU_ONLY), "many")
+        question.read(Situation(CPU_ONLY), "many")
 
 
 def test_a_seed_is_not_rounded():
     question = next(question for question in QUESTIONS if question.key == "shardkit.seed")
-    assert question.check(Situation(CPU_ONLY), str(2**64 - 1)) == 2**64 - 1
+    assert question.read(Situation(CPU_ONLY), str(2**64 - 1)) == 2**64 - 1

@@ -631,7 +631,8 @@ def test_another_number_of_devices_is_refused(tmp_path, _):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=variables)
     assert done.returncode != 0
     assert (
-        "num_processes: 3 asked for (got 2 XLA devices); on a TPU it is the number of all its devices." in done.stderr
+        "num_processes: 3 asked for (got 2 XLA devices); leave it out: on a TPU it is the number of all its devices."
+        in done.stderr
     )
 
 

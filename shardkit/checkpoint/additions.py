@@ -16,6 +16,7 @@ from shardkit.checkpoint.manifest import NAME, File, is_addition
 from shardkit.errors import CheckpointError
 
 PROBE = ".probe"
+"""The file in a new folder by which other ranks see that the folder is there (`put.wait_until_seen`)."""
 
 
 @dataclass

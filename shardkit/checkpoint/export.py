@@ -23,6 +23,7 @@ from pathlib import Path
 from shardkit import sizes
 from shardkit.checkpoint import disk, faults, layout, manifest
 from shardkit.checkpoint import folder as folders
+from shardkit.checkpoint.additions import PROBE
 from shardkit.checkpoint.layout import ITEM_BYTES, Stored
 from shardkit.errors import CheckpointSaveError, UsageError
 from shardkit.model.tree import by_numbers
@@ -175,7 +176,7 @@ def begin(folder: Path, files: list[ExportFile], stem: str = "model") -> Opened:
 
 
 def _refuse_checkpoint(folder: Path) -> None:
-    """An export into a checkpoint would replace the checkpoint's files, or add files that make it invalid."""
+    """An export into a checkpoint would replace the checkpoint's files, or add files that can make it invalid."""
     if manifest.is_checkpoint(folder):
         raise CheckpointSaveError(f"{folder}: is a checkpoint, and an export would damage it; give another folder.")
     if (around := folders.checkpoint_around(folder)) is not None:
@@ -189,7 +190,7 @@ def _make_files(opened: Opened) -> None:
     opened.hold = folders.hold(opened.temporary)
     for file in opened.files:
         disk.write_new(opened.temporary / file.name, file.header, file.bytes)
-    (opened.temporary / ".probe").touch()
+    (opened.temporary / PROBE).touch()
     if len(opened.files) > 1:
         disk.write_new(opened.temporary / index_name(opened.stem), index_of(opened.files))
 

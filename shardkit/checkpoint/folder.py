@@ -80,9 +80,10 @@ def steps(root: Place) -> list[FoundCheckpoint]:
 
 def unreadable(place: Place, error: OSError) -> CheckpointError:
     """The error of a place that the disk or the store does not let be read. What a store denies says what to do."""
-    if isinstance(place, Url):
+    if isinstance(place, Url) and isinstance(error, PermissionError):
         return CheckpointError(f"checkpoint: {place}: cannot be read: {error.strerror}.")
-    return CheckpointError(f"checkpoint: {place}: cannot be read ({error.strerror}); check its permissions.")
+    what = "the URL and the credentials" if isinstance(place, Url) else "its permissions"
+    return CheckpointError(f"checkpoint: {place}: cannot be read ({error.strerror}); check {what}.")
 
 
 def _on_disk(root: Path) -> list[Path]:
@@ -176,7 +177,7 @@ def candidates(root: Place) -> list[FoundCheckpoint]:
 
 
 def checkpoint_around(path: Path) -> Path | None:
-    """The checkpoint that this folder is in, or would be: files added there make it invalid. None if there is none."""
+    """The checkpoint that this folder is in, or would be: no place for files of another. None if there is none."""
     for parent in path.resolve().parents:
         # Another program may use the name MANIFEST.json in a parent folder, so index.json is required, too.
         if all(os.path.exists(parent / name) for name in (manifest.NAME, "index.json")):

@@ -74,7 +74,7 @@ def _save_files(
     shapes = {name: (tensors.DTYPES[targets[name]], entry.shape) for name, entry in index.sections["model"].items()}
     limit = max(limit, 1 << 62) if part.one_file else limit
     files = export.plan(shapes, part.ties, limit, part.stem)
-    _same_on_all_ranks(part, files, control)
+    _refuse_different(part, files, control)
     drift = _drift(part, compared_buffers, control)
     replicas.leave_to_first(index, {"model": drift.weights})
     write_configs = partial(part.write_configs, dtype=_only_float(targets.values()))
@@ -186,7 +186,7 @@ def _target(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return torch.float32 if dtype in _WIDENED else dtype
 
 
-def _same_on_all_ranks(part: Part, files: list[ExportFile], control: ControlGroup) -> None:
+def _refuse_different(part: Part, files: list[ExportFile], control: ControlGroup) -> None:
     plan = disk.to_json([[file.name, file.header.hex()] for file in files])
     mine = [str(part.folder), digests.of_bytes("xxh3", plan)]
     problem = _together(

@@ -87,7 +87,7 @@ def date(row: dict[str, Any]) -> str:
 
 
 def magnitude(found: "Magnitude") -> str:
-    """`12 of 4,096 differ, at most by 0.0013 (2.1% of the larger value)`."""
+    """`12 of 4,096 values differ, at most by 0.0013 (relative: 0.021)`."""
     if not found.count:
         return "no value differs, only their bits: signs of zeros, or kinds of NaN"
     text = f"{found.count:,} of {found.of:,} values differ"

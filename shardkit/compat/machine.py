@@ -190,7 +190,7 @@ def clear_environment() -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """The function or class, unchanged: shardkit does not read Accelerate's variables."""
+    """The function or class, unchanged: variables of Accelerate that it sets stay set."""
     return func_or_cls
 
 

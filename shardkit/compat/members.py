@@ -6,7 +6,7 @@ tables.
 """
 
 _SAME = "same"
-_NO_SEQUENCES = "refused: sequence and tensor parallelism are not supported; use replicate and shard sizes"
+_NO_SEQUENCES = "refused: sequence and tensor parallelism are not supported; use FSDP"
 
 MEMBERS: dict[str, str] = {
     "deepspeed_plugin": "always None: DeepSpeed is not supported",

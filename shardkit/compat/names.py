@@ -174,7 +174,10 @@ _DEEPSPEED = "DeepSpeed is not supported; for ZeRO 2 use SHARD_GRAD_OP, for ZeRO
 _MEGATRON = "Megatron-LM is not supported; use FSDP"
 _FP8 = "shardkit converts models with torchao; use mixed_precision fp8"
 _BNB = "quantization is not supported; load a model that Transformers quantizes, and train adapters"
-_AXES = "tensor and sequence parallelism are not supported; use replicate and shard sizes"
+_AXES = (
+    "tensor and sequence parallelism are not supported; use FSDP, with dp_replicate_size and dp_shard_size of "
+    "ParallelismConfig"
+)
 _LAUNCHED = "start ranks with shardkit launch"
 _TPU = "shardkit does not install packages; pip install 'shardkit[tpu]' in a separate environment"
 _WRITTEN = "write a configuration file with shardkit config"

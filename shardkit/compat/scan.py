@@ -111,13 +111,13 @@ _DIVISIONS = (ast.Div, ast.FloorDiv)
 
 
 def _classify(found: Found, file: str, line: int, module: str, name: str) -> None:
-    dotted = f"{module}.{name}" if module else name
+    full = f"{module}.{name}" if module else name
     if name in names.places(module):
-        _add(found.stands_in, Named(file, line, dotted))
+        _add(found.stands_in, Named(file, line, full))
     elif instead := names.refusals(module).get(name):
-        _add(found.refused, Named(file, line, dotted, instead))
+        _add(found.refused, Named(file, line, full, instead))
     elif not name.startswith("__"):
-        _add(found.missing, Named(file, line, dotted, "not a name of accelerate, or unknown to shardkit"))
+        _add(found.missing, Named(file, line, full, "not a name of accelerate, or unknown to shardkit"))
 
 
 def _add(where: list[Named], one: Named) -> None:

@@ -161,13 +161,11 @@ def _half_precision(key: str, value: Any) -> Translation:
 
 def _parallelism(key: str, value: Any) -> Translation:
     """Sizes of the mesh. 1 means "not used" in Accelerate."""
-    if not isinstance(value, Mapping):
-        return (
-            Translation()
-            if _is_empty(value)
-            else Translation(problems=[f"is not a block of sizes (got {shortened(value)!r})."])
-        )
     outcome = Translation()
+    if not isinstance(value, Mapping):
+        if not _is_empty(value):
+            outcome.problems.append(f"is not a block of sizes (got {shortened(value)!r}); indent its sizes below it.")
+        return outcome
     sizes = {name.removeprefix("parallelism_config_"): size for name, size in value.items()}
     ours = {"dp_replicate_size": "replicate_size", "dp_shard_size": "shard_size"}
     is_used = {axis: not _is_one(sizes.get(f"{axis}_size")) for axis in ("tp", "cp", "sp")}
@@ -177,12 +175,12 @@ def _parallelism(key: str, value: Any) -> Translation:
         if name in ours:
             outcome.settings |= {} if _is_one(size) or str(size) == "-1" else {("shardkit", "mesh", ours[name]): size}
         elif not (_is_empty(size) or name.endswith(("_strategy", "_backend"))):
-            outcome.problems.append(f"{name} is not supported (got {shortened(size)}); use data parallelism.")
+            outcome.problems.append(f"{name} is not supported (got {shortened(size)}); write 1, or leave it out.")
     return _plain_mesh(outcome)
 
 
 def _is_one(size: Any) -> bool:
-    """Whether an axis of the mesh has one rank."""
+    """Whether a size, as of an axis of the mesh, is 1 or not given."""
     return _is_empty(size) or str(size) == "1"
 
 

@@ -46,7 +46,7 @@ def gather(data: Any, beside: Beside | None = None) -> Any:
     A 0-dim tensor counts as one of length 1. Collective. Raises UsageError on all ranks where shapes or structures
     differ between ranks (`pad_across_processes` makes them equal).
     """
-    same_everywhere(data, "gather", beside)
+    refuse_different(data, "gather", beside)
     return map_tensors(lambda tensor: gather_one(_at_least_1d(tensor)), data)
 
 
@@ -69,9 +69,9 @@ def gather_real(data: Any, real: Real | None, as_objects: bool = False, beside: 
     """
     samples, ranks = (real.samples, real.ranks) if real else (None, None)
     if as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves(data)):
-        same_everywhere([], "gather_for_metrics", beside)
+        refuse_different([], "gather_for_metrics", beside)
         return gather_object(data)[: samples if isinstance(data, list) else ranks]
-    same_everywhere(data, "gather_for_metrics", beside)
+    refuse_different(data, "gather_for_metrics", beside)
 
     def real_part(tensor: torch.Tensor) -> torch.Tensor:
         return gather_one(_at_least_1d(tensor))[: samples if tensor.dim() else ranks]
@@ -82,7 +82,7 @@ def gather_real(data: Any, real: Real | None, as_objects: bool = False, beside: 
 def gather_repeated(data: Any, local: int, real: int, beside: Beside | None = None) -> Any | None:
     """As `gather`, with the first `local` values of each rank, and of these the first `real`, where each rank's 1-dim
     tensors hold one value repeated; else None. Collective; `local` may differ between ranks."""
-    same_everywhere(data, "gather_for_metrics", beside)
+    refuse_different(data, "gather_for_metrics", beside)
     gathered = map_tensors(lambda tensor: gather_one(tensor).unflatten(0, (world_size(), -1)), data)
     if not all(bool((rows == rows[:, :1]).all()) for rows in leaves(gathered)):
         return None
@@ -121,7 +121,7 @@ def reduce(
         raise UsageError(f"reduce: unknown reduction (got {reduction!r}); use mean, sum, max, min or none.")
     if reduction == "none":
         return data
-    same_everywhere(data, "reduce", beside)
+    refuse_different(data, "reduce", beside)
     return map_tensors(lambda tensor: reduce_one(tensor, reduction, scale), data)
 
 
@@ -133,7 +133,7 @@ def mean_number(value: float) -> float:
 def broadcast(data: Any, from_process: int = 0) -> Any:
     """`data` with each tensor replaced by that of rank `from_process`, on every rank. Collective."""
     _refuse_other_rank(from_process)
-    same_everywhere(data, "broadcast")
+    refuse_different(data, "broadcast")
     return map_tensors(lambda tensor: _broadcast_one(tensor, from_process), data)
 
 
@@ -346,7 +346,7 @@ def _device() -> torch.device:
     return torch.device("cpu" if "cpu" in str(dist.get_backend_config()) else accelerators.kind() or "cpu")
 
 
-def same_everywhere(data: Any, what: str, beside: Beside | None = None) -> None:
+def refuse_different(data: Any, what: str, beside: Beside | None = None) -> None:
     """Raises UsageError on all ranks where structure, shapes or dtypes differ, or what is compared beside them.
     Collective: 8 bytes a rank."""
     if world_size() == 1:

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 
 from shardkit.distributed import collectives
-from shardkit.distributed.collectives import Beside, map_tensors, same_everywhere
+from shardkit.distributed.collectives import Beside, map_tensors, refuse_different
 
 
 def gather_with_gradients(data: Any, beside: Beside | None = None) -> Any:
     """As `collectives.gather`; a backward gives each rank's tensors the sum of the gradients that all ranks compute for
     them, so every rank must run it. Collective."""
-    same_everywhere(data, "gather_with_gradients", beside)
+    refuse_different(data, "gather_with_gradients", beside)
     return map_tensors(lambda tensor: _Gather.apply(tensor.reshape(1) if tensor.dim() == 0 else tensor), data)
 
 

@@ -125,8 +125,8 @@ def _with_devices(config: Config, chosen: Mapping[str, str], ranks: env.Ranks) -
     found = xla.start(config, ranks.world_size).count
     if "num_processes" in chosen and config.num_processes != found:
         raise ConfigError(
-            f"{chosen['num_processes']}: num_processes: {config.num_processes} asked for (got {found} XLA devices); on "
-            "a TPU it is the number of all its devices."
+            f"{chosen['num_processes']}: num_processes: {config.num_processes} asked for (got {found} XLA devices); "
+            "leave it out: on a TPU it is the number of all its devices."
         )
     return config.model_copy(update={"num_processes": found})
 

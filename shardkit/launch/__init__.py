@@ -1,2 +1,11 @@
-"""`shardkit launch`: preflight checks and LaunchSpec (no torch), machines and ranks (torch), diagnosis of failures and
-hangs."""
+"""`shardkit launch`: checks and LaunchSpec (without torch), machines and ranks (with torch), diagnosis of failures and
+hangs.
+
+before the start   flags, preflight, spec, environment, names; declining, where a machine cannot come
+one launch         attempts, restarts, folders, signals
+ranks              ranks, start_methods, forking, preloaded, processes, output; in each rank: bootstrap, rank_files
+machines           meeting, stores, store_client, connectivity, addresses, ports
+an elastic run     generations, membership, rosters
+failures, hangs    diagnosis, failure; monitor, hangs, stacks
+a TPU pod          pod
+"""

@@ -3,7 +3,7 @@
 run(spec)             machines, ranks, restarts; raises the error that the run ended with
 around(spec)          log folder, start method and closing line, also for elastic runs (generations.py)
 attempted(spec, ..)   runs the ranks once, with their output; returns the result
-together(report, ..)  the result from the reports of all machines
+together(reports, ..) the result from the reports of all machines
 """
 
 import contextlib

@@ -74,14 +74,12 @@ def accelerate_variables(config: Config, device: str) -> dict[str, str]:
 
 def fsdp_variables(fsdp: FsdpConfig) -> dict[str, str]:
     """Accelerate's FSDP_* for this section."""
-    keeps_whole = fsdp.auto_wrap_policy is WrapPolicy.NO_WRAP
-    by_size = fsdp.auto_wrap_policy is WrapPolicy.SIZE_BASED_WRAP
     variables = {
         "FSDP_VERSION": str(fsdp.version),
         "FSDP_SHARDING_STRATEGY": fsdp.sharding_strategy.value,
         "FSDP_RESHARD_AFTER_FORWARD": _reshard(fsdp),
         "FSDP_OFFLOAD_PARAMS": _flag(fsdp.offload_params),
-        "FSDP_AUTO_WRAP_POLICY": "NO_WRAP" if keeps_whole else fsdp.auto_wrap_policy.value,
+        "FSDP_AUTO_WRAP_POLICY": fsdp.auto_wrap_policy.value,
         "FSDP_BACKWARD_PREFETCH": fsdp.backward_prefetch.value,
         "FSDP_FORWARD_PREFETCH": _flag(fsdp.forward_prefetch),
         "FSDP_STATE_DICT_TYPE": fsdp.state_dict_type.value,
@@ -91,7 +89,7 @@ def fsdp_variables(fsdp: FsdpConfig) -> dict[str, str]:
         "FSDP_SYNC_MODULE_STATES": _flag(fsdp.sync_module_states),
         "FSDP_ACTIVATION_CHECKPOINTING": _flag(fsdp.activation_checkpointing),
     }
-    if by_size:
+    if fsdp.auto_wrap_policy is WrapPolicy.SIZE_BASED_WRAP:
         variables["FSDP_MIN_NUM_PARAMS"] = str(fsdp.min_num_params)
     if fsdp.transformer_layer_cls_to_wrap:
         variables["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(fsdp.transformer_layer_cls_to_wrap)

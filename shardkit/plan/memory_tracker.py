@@ -98,7 +98,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def in_optimizer(self) -> Iterator[None]:
-        """Inside, allocations are optimizer state, and a number read from a fake tensor is 1: some optimizers scale
+        """Inside, allocations are optimizer state, and a number can be read from a fake tensor: some optimizers scale
         their update by a norm. (In a model such a number could decide what runs, so reading one fails there.)"""
         found, self._default = self._default, "optimizer_state"
         try:

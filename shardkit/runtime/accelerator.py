@@ -62,8 +62,6 @@ from shardkit.signatures import signature
 from shardkit.tracking import trackers
 from shardkit.tracking.tracker import Tracker
 
-__all__ = ["Accelerator", "ProjectConfiguration"]
-
 log = get_logger(__name__)
 
 

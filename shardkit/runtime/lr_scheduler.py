@@ -44,11 +44,11 @@ class AcceleratedScheduler(Forwarding):
     def step(self, *args: Any, **arguments: Any) -> None:
         """Advances the learning rate if the optimizer has stepped. A schedule that depends on a metric, such as
         ReduceLROnPlateau, gets the mean of the ranks' metrics, so that all decide the same: collective."""
-        is_per_micro_batch = self._is_per_micro_batch()
+        is_per_micro_batch = self._note_call()
         if self._steps_with_optimizer:
             if self._accumulation.is_gathering() and is_per_micro_batch:
                 return
-            if self._was_skipped():
+            if self._note_skip():
                 return
         args, arguments = _with_mean_metric(self.scheduler.step, args, arguments)
         for _ in range(self.steps_per_call):
@@ -67,15 +67,16 @@ class AcceleratedScheduler(Forwarding):
         """Loads it into the torch scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
-    def _is_per_micro_batch(self) -> bool:
-        """Whether the loop calls the schedule in each micro-batch. False if several have passed since the last call, as
-        with once per epoch, where the loop may have left its last window open."""
+    def _note_call(self) -> bool:
+        """Notes a call of `step`. Whether the loop calls it in each micro-batch: not if several have passed since the
+        last call, as with once per epoch, where the loop may have left its last window open."""
         now, before = self._accumulation.micro_batches, self._called_after
         self._called_after = now
         return self._accumulation.is_inside or now - before <= 1
 
-    def _was_skipped(self) -> bool:
-        """Whether an optimizer of the schedule has taken no step since the last call, because fp16 skipped it."""
+    def _note_skip(self) -> bool:
+        """Notes the optimizers' steps so far. Whether one has taken none since they were noted last, because fp16
+        skipped it."""
         own, before = self._own_optimizers(), self._steps_before
         self._steps_before = {id(one): one.steps_taken for one in own}
         return any(one.step_was_skipped and one.steps_taken == before.get(id(one), 0) for one in own)

@@ -109,9 +109,9 @@ def _launch(
             "notebook, and create the Accelerator only inside the function."
         )
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or _free_port())}
-    sets = {f"SHARDKIT_SET_{key.upper()}": value for key, value in settings.items()}
+    variables = address | {f"SHARDKIT_SET_{key.upper()}": value for key, value in settings.items()}
     log.info("%s: starting %s.", name, counted(number, "rank"))
-    ranks = _begun(name, number, (number, function, tuple(args), address | sets))
+    ranks = _begun(name, number, (number, function, tuple(args), variables))
     with _ended_with_the_call(name, ranks):
         while not ranks.join():  # returns whenever one is done; raises what a rank raised
             pass
@@ -140,15 +140,16 @@ def _ended_with_the_call(name: str, ranks: Any) -> Iterator[None]:
         raise
 
 
-def _begun(name: str, number: int, told: tuple[Any, ...]) -> Any:
-    """Forked ranks that are on their way into the function. A rank that hangs before has inherited a lock that a thread
-    of this process held at that moment (of the random numbers, for instance): all are forked anew, a few times.
-    MachineError where one hangs every time."""
+def _begun(name: str, number: int, arguments: tuple[Any, ...]) -> Any:
+    """Forked ranks that are on their way into the function; `arguments`: those of `_rank` from `number` to `variables`.
+
+    A rank that hangs before has inherited a lock that a thread of this process held at that moment (of the random
+    numbers, for instance): all are forked anew, a few times. MachineError where one hangs every time."""
     context = multiprocessing.get_context("fork")
     for _ in range(TRIES):
         are_ready, go = context.RawArray("b", number), context.Event()
         ranks = multiprocessing.start_processes(
-            _rank, (*told, are_ready, go), nprocs=number, join=False, start_method="fork"
+            _rank, (*arguments, are_ready, go), nprocs=number, join=False, start_method="fork"
         )
         deadline = time.monotonic() + READY_S
         with _ended_with_the_call(name, ranks):
@@ -179,7 +180,7 @@ def _rank(
     number: int,
     function: Callable[..., Any],
     args: tuple[Any, ...],
-    said: dict[str, str],
+    variables: dict[str, str],
     are_ready: Any,
     go: Any,
 ) -> None:
@@ -189,7 +190,7 @@ def _rank(
     are_ready[rank] = 1
     go.wait()
     here, of = str(rank), str(number)
-    env.update(said | {"RANK": here, "LOCAL_RANK": here, "WORLD_SIZE": of, "LOCAL_WORLD_SIZE": of})
+    env.update(variables | {"RANK": here, "LOCAL_RANK": here, "WORLD_SIZE": of, "LOCAL_WORLD_SIZE": of})
     try:
         function(*args)
     except BaseException:

@@ -49,11 +49,11 @@ def pass_boundary(run: Run) -> None:
     from shardkit.runtime import saving
 
     step = run.counters.step
-    folder = saving.save_state(run, blocking=True) if names_checkpoints(run) else None
+    place = saving.save_state(run, blocking=True) if names_checkpoints(run) else None
     saving.close(run)  # releases the lock before this run ends: the next run may start at once
-    if folder is not None:
+    if place is not None:
         raise Preempted(
-            f"launch: stopped by a signal after step {step}; saved in {folder}, --resume auto continues from it."
+            f"launch: stopped by a signal after step {step}; saved in {place}, --resume auto continues from it."
         )
     raise Preempted(
         f"launch: stopped by a signal after step {step}; nothing was saved, because the script sets no "

@@ -9,11 +9,11 @@ from shardkit.errors import UsageError
 ARGUMENTS = {
     "deepspeed_plugin": "shardkit does not run DeepSpeed; strategies 1 to 5 are in shardkit.yaml under fsdp_config",
     "deepspeed_plugins": "shardkit does not run DeepSpeed; strategies 1 to 5 are in shardkit.yaml under fsdp_config",
-    "megatron_lm_plugin": "shardkit does not run Megatron-LM",
-    "dispatch_batches": "every rank reads its own part of the data",
-    "use_seedable_sampler": "the order of the data is always a function of (seed, epoch)",
+    "megatron_lm_plugin": "shardkit does not run Megatron-LM; strategies 1 to 5 are in shardkit.yaml under fsdp_config",
+    "dispatch_batches": "every rank reads its own part of the data; leave it out",
+    "use_seedable_sampler": "the order of the data is always a function of (seed, epoch); leave it out",
     "dynamo_backend": "set shardkit.compile: true in shardkit.yaml",
-    "torch_tp_plugin": "shardkit does not split tensors inside a layer",
+    "torch_tp_plugin": "shardkit does not split tensors inside a layer; leave it out",
 }
 
 ATTRIBUTES = {
@@ -52,8 +52,8 @@ def refuse_dispatch(slice_fn_for_dispatch: Any) -> None:
     """Raises UsageError where one rank would read for all."""
     if slice_fn_for_dispatch is not None:
         raise UsageError(
-            f"prepare_data_loader(slice_fn_for_dispatch=...): {ARGUMENTS['dispatch_batches']} (got a function); "
-            "leave it out."
+            "prepare_data_loader(slice_fn_for_dispatch=...): every rank reads its own part of the data (got a "
+            "function); leave it out."
         )
 
 

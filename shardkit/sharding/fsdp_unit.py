@@ -12,7 +12,8 @@ torch's units are made for one loop: forward, backward, step. What differs here:
 - Second-order gradients work: parameters stay gathered until the last backward.
 - What was gathered and reduced is recorded, so that ranks that used different modules are detected (`trace.py`).
 
-Only the files `fsdp_*` use private parts of FSDP2.
+Only the files `fsdp_*` use private parts of FSDP2, and for gradients that wait `gradient_sync.py`,
+`taken_gradients.py` and `offloaded_gradients.py`.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def empty_states(model: nn.Module) -> list[str]:
     return [fqn for fqn, tensor in states(model) if tensor.is_meta]
 
 
-def same_everywhere(model: nn.Module) -> None:
+def refuse_different_models(model: nn.Module) -> None:
     """Raises ModelError, on all ranks, unless their models have the same names, shapes and dtypes. Collective."""
     text = "\n".join(f"{fqn} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for fqn, t in states(model))
     different = control.start().decide(sha256(text.encode()).hexdigest(), control.unlike_rank_0)

@@ -24,7 +24,7 @@ from shardkit.sharding import float8, precision
 from shardkit.sharding.activation import checkpoint_blocks
 from shardkit.sharding.ddp import Replica, replicate
 from shardkit.sharding.gradient_sync import watch_backward
-from shardkit.sharding.init import empty_states, fill, fill_from_rank0, same_everywhere
+from shardkit.sharding.init import empty_states, fill, fill_from_rank0, refuse_different_models
 from shardkit.sharding.parameters import IN_BACKWARD, has_gradient_hooks, refused_hooks
 from shardkit.sharding.shared_memory import pairs_in_same_memory
 from shardkit.sharding.units import Units, blocks_of, one_unit, units_of
@@ -69,7 +69,7 @@ def distribute(
     """
     units, blocks = units_and_blocks(model, config)
     if config.fsdp.sync_module_states and process.world_size > 1:
-        same_everywhere(model)
+        refuse_different_models(model)
         fill_from_rank0(model, _HOST if config.mode == "xla" else process.device)
     if config.mode == "xla":
         from shardkit.sharding.xla import shard as shard_on_xla

@@ -393,5 +393,7 @@ def nothing_there(url: Url) -> str | None:
         return None if is_there(url) else f"storage: {url}: no object with this name; check the URL."
     except ShardkitError as error:
         return str(error)
+    except PermissionError as error:
+        return f"storage: {url}: cannot be read: {error.strerror}."  # names the remedy
     except OSError as error:
-        return f"storage: {url}: cannot be read: {error.strerror}."
+        return f"storage: {url}: cannot be read ({error.strerror}); check the URL and the credentials."

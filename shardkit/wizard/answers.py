@@ -60,12 +60,12 @@ def is_possible(question: Question, situation: Situation, value: Any) -> bool:
     if question.kind == "choose":
         return any(option.value == value and not option.disabled for option in question.options(situation))
     try:
-        read = question.check(situation, typed(question, value))
+        found = question.read(situation, typed(question, value))
     except FormError:
         return situation.has_base and value == _own(situation.base, question)
     except ValueError:
         return False
-    return read == value if value in (None, []) else True
+    return found == value if value in (None, []) else True
 
 
 def _own(config: Config, question: Question) -> Any:

@@ -230,6 +230,6 @@ def _put_text(prompter: Prompter, question: Question, situation: Situation, prom
         if answer == shown:
             return present
         try:
-            return question.check(situation, answer)
+            return question.read(situation, answer)
         except ValueError as error:
             prompt = replace(prompt, problem=str(error))

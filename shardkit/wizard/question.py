@@ -27,7 +27,7 @@ class Question:
     default: Callable[[Situation], Default]
     kind: Literal["choose", "several", "text"] = "text"
     options: Callable[[Situation], Sequence[Option]] = lambda s: ()
-    check: Callable[[Situation, str], Any] = lambda s, typed: typed
+    read: Callable[[Situation, str], Any] = lambda s, typed: typed
     """Converts typed text into an answer; raises ValueError with what is wrong and what to do."""
     applies: Callable[[Situation], bool] = lambda s: True
     asked: Callable[[Situation], bool] = lambda s: True

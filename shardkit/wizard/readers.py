@@ -29,13 +29,13 @@ def in_range(typed: str, low: int, high: int) -> int:
     return number
 
 
-def whole_number(low: int, high: int = MOST) -> Callable[[Situation, str], int]:
-    """A reader of integers within fixed bounds."""
+def whole_number(low: int) -> Callable[[Situation, str], int]:
+    """A reader of integers from `low` on."""
 
-    def check(s: Situation, typed: str) -> int:
-        return in_range(typed, low, high)
+    def read(s: Situation, typed: str) -> int:
+        return in_range(typed, low, MOST)
 
-    return check
+    return read
 
 
 def seed(s: Situation, typed: str) -> int | None:
