@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardkit.cli.main import run
-from shardkit.config import files
+from shardkit.config import accelerate_keys, files
 from shardkit.config.command import settings_of
 from shardkit.config.descriptions import text_of
 from shardkit.config.edit import edited, edited_by_line
@@ -564,6 +564,9 @@ def test_editors_accept_what_we_write_and_refuse_what_we_refuse():
     described = validator.schema["properties"]["fsdp_config"]["properties"]["fsdp_offload_params"]
     assert described["description"] == text_of(FsdpConfig, "offload_params")
     assert len(sections()) == 9
+    for section, translated in accelerate_keys._TRANSLATIONS.items():
+        known = validator.schema["properties"]
+        assert translated.keys() <= (known["fsdp_config"]["properties"] if section else known).keys()
 
 
 def test_a_pipe_is_read_once_and_known_from_then_on():

@@ -11,6 +11,13 @@ from shardkit.config.validation import choices_of
 _TRANSLATED = {
     "parallelism_config": "Accelerate's mesh; its data-parallel sizes are read as shardkit.mesh.",
     "dynamo_config": "Accelerate's torch.compile; INDUCTOR is read as shardkit.compile.",
+    "dynamo_backend": "Accelerate's torch.compile; INDUCTOR is read as shardkit.compile.",
+    "fp8_config": "Accelerate's fp8; backend AO is read as mixed_precision: fp8.",
+    "fp16": "Of old files; true is read as mixed_precision: fp16.",
+    "bf16": "Of old files; true is read as mixed_precision: bf16.",
+}
+_TRANSLATED_OF_FSDP = {
+    "fsdp_activation_checkpointing_offload": "Accelerate's; true is read as shardkit.offload_activations.",
 }
 _URI = "https://json-schema.org/draft/2020-12/schema"
 
@@ -19,7 +26,7 @@ def json_schema() -> dict[str, Any]:
     """The schema of a file. It accepts every file that `dump` writes, and the usual other spellings of values."""
     schema = _block((), Config)
     schema["properties"] |= {name: _unsupported(text) for name, text in INSTEAD.items()}
-    schema["properties"] |= {name: {"description": text} for name, text in _TRANSLATED.items()}
+    schema["properties"] |= _described(_TRANSLATED)
     return {"$schema": _URI, "title": "shardkit configuration", **schema}
 
 
@@ -32,7 +39,7 @@ def _block(path: Path, section: type[Section]) -> dict[str, Any]:
         rule = _optional_block(below, type(field.get_default())) if inner else _setting(all_keys()[below])
         properties[written] = rule | {"description": text_of(section, name)}
     if section is FsdpConfig:
-        properties |= _other_spellings(properties)
+        properties |= _other_spellings(properties) | _described(_TRANSLATED_OF_FSDP)
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
@@ -72,6 +79,11 @@ def _kind(kind: str) -> dict[str, Any]:
 def _other_spellings(properties: dict[str, Any]) -> dict[str, Any]:
     spellings = SYNONYMS["fsdp_config"].items()
     return {other: properties[name] | {"deprecated": True} for other, name in spellings}
+
+
+def _described(texts: dict[str, str]) -> dict[str, Any]:
+    """Names of Accelerate that are translated, whatever their value."""
+    return {name: {"description": text} for name, text in texts.items()}
 
 
 def _unsupported(text: str) -> dict[str, Any]:
