@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DeviceMesh, DTensor, distribute_tensor
 
 from shardkit import Accelerator
 from shardkit.distributed.collectives import broadcast_object_list
@@ -379,6 +379,11 @@ def test_numbers_of_a_sharded_tensor_are_those_of_the_whole_one(ranks):
         ]
 
 
+def own_mesh() -> DeviceMesh:
+    """A mesh of this rank alone."""
+    return DeviceMesh("cpu", torch.arange(2).view(2, 1), mesh_dim_names=("replicas", "own"))["own"]
+
+
 def collectives_that_need_whole_tensors() -> list[str]:
     weight = accelerator_for(1).prepare(Net()).head.weight.detach()
     whole = [torch.empty(weight.shape) for _ in range(2)]
@@ -387,6 +392,7 @@ def collectives_that_need_whole_tensors() -> list[str]:
         lambda: dist.all_gather_into_tensor(torch.empty(2 * len(weight), *weight.shape[1:]), weight),
         lambda: dist.reduce(weight, 0),
         lambda: dist.all_reduce(weight, dist.ReduceOp.PRODUCT),
+        lambda: dist.all_reduce(distribute_tensor(torch.ones(2), own_mesh())),
     )
     return [*map(refusal, calls)]
 
@@ -395,7 +401,7 @@ def test_collectives_of_parts_are_refused(ranks):
     for texts in ranks.run(2, collectives_that_need_whole_tensors):
         names = [text.partition(": a rank has only a part of a sharded tensor; remove the call")[0] for text in texts]
         found = [name.removeprefix("torch.distributed (").rstrip(")") for name in names]
-        assert found == ["allgather", "allgather_base", "reduce", "allreduce"]
+        assert found == ["allgather", "allgather_base", "reduce", "allreduce", "allreduce"]
 
 
 def pickled() -> tuple[str, str, list[str]]:

@@ -6,13 +6,15 @@
 
 Under DDP every rank has the whole tensor, the same on all, and a collective gives what it gives for equal tensors. So
 it is here: a sum over n ranks is n times the tensor, a mean, a maximum and a broadcast leave it as it is. torch has no
-such operators on DTensors. Those that gather or scatter are refused in words.
+such operators on DTensors. Those that gather or scatter are refused in words, and so is a group with ranks outside of
+the tensor's mesh (of a script's own tensor parallelism), which may have another tensor.
 """
 
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardkit.errors import UsageError
@@ -37,10 +39,13 @@ def install() -> None:
 def _of_equal_tensors(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The tensors, changed in place by what the operation makes of equal numbers. Collective over its group: it runs on
     two numbers, which tell what it does, whatever its name, and which give the handle that the caller waits for."""
-    tensors, *others = args
+    tensors, group, *others = args
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    ranks = {*dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))}
+    if not all(ranks.issubset(tensor.device_mesh.mesh.flatten().tolist()) for tensor in sharded):
+        _refuse(operator, args, kwargs)
     numbers = torch.tensor([1.0, 2.0], device=sharded[0].device)
-    *_, work = operator([numbers], *others, **kwargs)
+    *_, work = operator([numbers], group, *others, **kwargs)
     work.wait()
     factor, twice = numbers.tolist()
     if twice != 2 * factor:
