@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shardkit import Accelerator, ProjectConfiguration
+from shardkit.tracking import installed
 from tests.test_trackers import ALONE, trained
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
@@ -105,3 +106,11 @@ def test_tensorboardx_alone_writes_the_event_files(tmp_path, alone, offline, mon
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     run("tensorboard", tmp_path, 2, resumes=False)
     assert list((tmp_path / "run").glob("events.out.tfevents.*"))
+
+
+def test_a_tensorboard_that_cannot_be_imported_says_why(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"torch\.utils\.tensorboard"):
+        installed._summary_writer()

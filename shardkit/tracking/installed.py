@@ -4,6 +4,7 @@
 import json
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -285,10 +286,13 @@ class Mlflow(_Begun):
 
 
 def _summary_writer() -> Any:
-    """torch's SummaryWriter, which needs the package tensorboard, or that of tensorboardX."""
+    """torch's SummaryWriter, which needs the package tensorboard, or that of tensorboardX. Where tensorboard alone is
+    installed, and lacks a package itself, the error names that."""
     try:
         return import_module("torch.utils.tensorboard").SummaryWriter
     except ImportError:
+        if find_spec("tensorboardX") is None:
+            raise
         return import_module("tensorboardX").SummaryWriter
 
 
