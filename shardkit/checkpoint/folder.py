@@ -79,11 +79,11 @@ def steps(root: Place) -> list[FoundCheckpoint]:
 
 
 def unreadable(place: Place, error: OSError) -> CheckpointError:
-    """The error of a place that the disk or the store does not let be read. What a store denies says what to do."""
-    if isinstance(place, Url) and isinstance(error, PermissionError):
-        return CheckpointError(f"checkpoint: {place}: cannot be read: {error.strerror}.")
-    what = "the URL and the credentials" if isinstance(place, Url) else "its permissions"
-    return CheckpointError(f"checkpoint: {place}: cannot be read ({error.strerror}); check {what}.")
+    """The error of a place that the disk or the store does not let be read."""
+    reason = f"cannot be read ({error.strerror}); check its permissions."
+    if isinstance(place, Url):
+        reason = objects.reason_of(error, "read")
+    return CheckpointError(f"checkpoint: {place}: {reason}")
 
 
 def _on_disk(root: Path) -> list[Path]:

@@ -33,13 +33,9 @@ WINDOW_BYTES = 1 << 20
 # Stores with atomic conditional creation of objects; `is_exclusive` tests whether the actual server supports it.
 CONDITIONAL = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
 PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "az": "adlfs",
+    **dict.fromkeys(("s3", "s3a"), "s3fs"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+    **dict.fromkeys(("abfs", "abfss", "az"), "adlfs"),
 }
 # By a word in what a store says when it denies a request.
 REMEDIES = {
@@ -379,11 +375,9 @@ def problem(folder: Url) -> str | None:
         remove(probe)
     except ShardkitError as error:
         return str(error)
-    except PermissionError as error:
-        return f"storage: {folder}: cannot be written: {error.strerror}."  # names the remedy
     except OSError as error:
-        what = f"{folder.parts[0]}: no such bucket" if isinstance(error, FileNotFoundError) else error.strerror
-        return f"storage: {folder}: cannot be written ({what}); check the URL and the credentials."
+        what = f"{folder.parts[0]}: no such bucket" if isinstance(error, FileNotFoundError) else None
+        return f"storage: {folder}: {reason_of(error, 'written', what)}"
     return None if found == b"probe" else f"storage: {folder}: data read differ from data written; check the store."
 
 
@@ -393,7 +387,12 @@ def nothing_there(url: Url) -> str | None:
         return None if is_there(url) else f"storage: {url}: no object with this name; check the URL."
     except ShardkitError as error:
         return str(error)
-    except PermissionError as error:
-        return f"storage: {url}: cannot be read: {error.strerror}."  # names the remedy
     except OSError as error:
-        return f"storage: {url}: cannot be read ({error.strerror}); check the URL and the credentials."
+        return f"storage: {url}: {reason_of(error, 'read')}"
+
+
+def reason_of(error: OSError, verb: str, what: str | None = None) -> str:
+    """Why a place in a store cannot be read or written; `what` in place of the error's own reason."""
+    if isinstance(error, PermissionError):
+        return f"cannot be {verb}: {error.strerror}."  # names the remedy
+    return f"cannot be {verb} ({what or error.strerror}); check the URL and the credentials."
