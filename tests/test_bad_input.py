@@ -227,7 +227,7 @@ DEEP = [
 @pytest.mark.parametrize("text", DEEP)
 def test_a_script_that_python_cannot_read_is_refused_by_migrate_and_told_by_a_scan(text):
     with pytest.raises(UsageError, match="correct the file"):
-        migrate.migrated(text)
+        migrate.change_in(text)
     found = scan.scan_text(text, "train.py")
     assert found == scan.Found(unread=found.unread) and len(found.unread) == 1
 

@@ -1145,14 +1145,14 @@ accelerator.lomo_backward(1, 2)
 
 
 def test_migrate_changes_the_imports_and_nothing_else(tmp_path):
-    changed = migrate.migrated(SCRIPT).splitlines()
+    changed = migrate.change_in(SCRIPT).new.splitlines()
     assert changed[:3] == [
         "import shardkit.compat.utils as helpers",
         "import shardkit.compat as accelerate",
         "from shardkit.compat import (",
     ]
     assert changed[3:] == SCRIPT.splitlines()[3:]
-    assert migrate.migrated("\n".join(changed)) == "\n".join(changed), "once is enough"
+    assert migrate.change_in("\n".join(changed)).new == "\n".join(changed), "once is enough"
     (tmp_path / "train.py").write_text(SCRIPT)
     change = migrate.change_of(tmp_path / "train.py")
     text = change.diff()
@@ -1161,9 +1161,9 @@ def test_migrate_changes_the_imports_and_nothing_else(tmp_path):
     assert any(line.startswith(f"{tmp_path}/train.py:9: num_processes: the schedule's length") for line in said)
     assert any("or launch with --as-accelerate --accelerates-meaning scheduler." in line for line in said)
     with pytest.raises(UsageError, match=r"migrate: script.py:1: not valid Python"):
-        migrate.migrated("def (")
+        migrate.change_in("def (")
     with pytest.raises(UsageError, match=r"run.sh: only Python scripts are changed .* --as-accelerate` for"):
-        migrate.migrated("accelerate launch \\\n  train.py\n", "run.sh")
+        migrate.change_in("accelerate launch \\\n  train.py\n", Path("run.sh"))
 
 
 @pytest.mark.parametrize(
@@ -1178,7 +1178,7 @@ def test_migrate_changes_the_imports_and_nothing_else(tmp_path):
     ],
 )
 def test_migrate_changes_every_import_of_a_line(old, new):
-    assert migrate.migrated(f"{old}\n") == f"{new}\n"
+    assert migrate.change_in(f"{old}\n").new == f"{new}\n"
 
 
 def test_a_diff_of_a_last_line_without_an_end_is_one_for_patch(tmp_path):

@@ -17,12 +17,8 @@ _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 """A line as Python counts them, with its end: `str.splitlines` also splits at form feeds and Unicode separators."""
 
 
-def migrated(text: str, file: str = "script.py") -> str:
-    """The text with only its imports changed. Raises UsageError if it is not valid Python."""
-    return _changed(text, _parsed(text, file))
-
-
 def _parsed(text: str, file: str) -> ast.Module:
+    """Raises UsageError if the text is not valid Python."""
     if file.endswith(".ipynb"):  # JSON, which is valid Python
         raise UsageError(
             f"migrate: {file}: only Python scripts are changed (got a notebook); in its cells, write `shardkit.compat` "
@@ -44,6 +40,7 @@ def _parsed(text: str, file: str) -> ast.Module:
 
 
 def _changed(text: str, tree: ast.Module) -> str:
+    """The text with only its imports changed."""
     mark = scan.BYTE_ORDER_MARK if text.startswith(scan.BYTE_ORDER_MARK) else ""
     lines = _LINE.findall(text.removeprefix(mark))
     # From the end of the file, so that the places of the others stay.
@@ -136,7 +133,12 @@ class Change:
 
 def change_of(path: Path) -> Change:
     """The change of one file. Raises UsageError if it cannot be read or is not valid Python."""
-    text, file = source(path), str(path)
+    return change_in(source(path), path)
+
+
+def change_in(text: str, path: Path = Path("script.py")) -> Change:
+    """The change of a text of this file. Raises UsageError if it is not valid Python."""
+    file = str(path)
     tree = _parsed(text, file)
     found = scan.scan_tree(tree, file)
     found.remarks += [Named(file, line, name, remark) for line, name, remark in _in_texts(tree)]
@@ -150,15 +152,16 @@ STARTS = "starts Accelerate's launcher, and is not changed; write shardkit launc
 def _in_texts(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
     """(line, what, remark) where a text names Accelerate: `importlib.import_module("accelerate.utils")`, `__import__`,
     and commands, `"accelerate launch ..."` and `["accelerate", "launch", ...]`."""
-    says = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings, with examples of use
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=function, args=[ast.Constant(value=str(module)), *_]):
                 is_import = dotted(function)[-1:] in (["import_module"], ["__import__"])
                 if is_import and below_accelerate(module) is not None:
                     yield node.lineno, module, BY_TEXT
-            case ast.Constant(value=str(text)) if id(node) not in says and text.split()[:2] == ["accelerate", "launch"]:
-                yield node.lineno, "accelerate launch", STARTS
+            case ast.Constant(value=str(text)) if text.split()[:2] == ["accelerate", "launch"]:
+                if id(node) not in docstrings:  # which have examples of use
+                    yield node.lineno, "accelerate launch", STARTS
             case ast.List(elts=words) | ast.Tuple(elts=words):
                 if [getattr(word, "value", None) for word in words[:2]] == ["accelerate", "launch"]:
                     yield node.lineno, "accelerate launch", STARTS
