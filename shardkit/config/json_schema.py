@@ -10,8 +10,9 @@ from shardkit.config.validation import choices_of
 
 _TRANSLATED = {
     "parallelism_config": "Accelerate's mesh; its data-parallel sizes are read as shardkit.mesh.",
-    "dynamo_config": "Accelerate's torch.compile; INDUCTOR is read as shardkit.compile.",
-    "dynamo_backend": "Accelerate's torch.compile; INDUCTOR is read as shardkit.compile.",
+    **dict.fromkeys(
+        ("dynamo_config", "dynamo_backend"), "Accelerate's torch.compile; INDUCTOR is read as shardkit.compile."
+    ),
     "fp8_config": "Accelerate's fp8; backend AO is read as mixed_precision: fp8.",
     "fp16": "Of old files; true is read as mixed_precision: fp16.",
     "bf16": "Of old files; true is read as mixed_precision: bf16.",

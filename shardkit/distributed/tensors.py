@@ -34,8 +34,16 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
 
 def is_fsdp(value: Any) -> bool:
     """Whether the value is an FSDP2 module, without importing torch's module."""
-    module = sys.modules.get("torch.distributed.fsdp")
-    return isinstance(value, getattr(module, "FSDPModule", ()))
+    return _is_of_fsdp(value, "FSDPModule")
+
+
+def is_fsdp_1(value: Any) -> bool:
+    """Whether the value is the wrapper of torch's first FSDP, without importing torch's module."""
+    return _is_of_fsdp(value, "FullyShardedDataParallel")
+
+
+def _is_of_fsdp(value: Any, name: str) -> bool:
+    return isinstance(value, getattr(sys.modules.get("torch.distributed.fsdp"), name, ()))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

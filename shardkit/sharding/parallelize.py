@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from shardkit.config import xla as xla_settings
 from shardkit.config.meaning import dtypes, eight_bits
 from shardkit.config.schema import Config
 from shardkit.distributed import control, xla
-from shardkit.distributed.tensors import is_dtensor, is_fsdp
+from shardkit.distributed.tensors import is_dtensor, is_fsdp, is_fsdp_1
 from shardkit.errors import MachineError, ModelError
 from shardkit.log import get_logger
 from shardkit.sharding import float8, precision
@@ -231,8 +230,7 @@ def _is_parallel(module: nn.Module, config: Config) -> bool:
     """Whether it is one of torch's wrappers for several devices."""
     if isinstance(module, nn.DataParallel):
         return config.num_processes > 1
-    wrapper_of_fsdp_1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
-    return isinstance(module, (DistributedDataParallel, wrapper_of_fsdp_1))
+    return isinstance(module, DistributedDataParallel) or is_fsdp_1(module)
 
 
 def _is_spread(parameter: nn.Parameter, config: Config) -> bool:

@@ -41,6 +41,10 @@ def _of_equal_tensors(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
     two numbers, which tell what it does, whatever its name, and which give the handle that the caller waits for."""
     tensors, group, *others = args
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    if len(sharded) < len(tensors):
+        raise UsageError(
+            f"{_name(operator)}: some of its tensors are sharded and others are not; call it for each kind."
+        )
     ranks = {*dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))}
     if not all(ranks.issubset(tensor.device_mesh.mesh.flatten().tolist()) for tensor in sharded):
         _refuse(operator, args, kwargs)
@@ -50,10 +54,6 @@ def _of_equal_tensors(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
     factor, twice = numbers.tolist()
     if twice != 2 * factor:
         _refuse(operator, args, kwargs)
-    if len(sharded) < len(tensors):
-        raise UsageError(
-            f"{_name(operator)}: some of its tensors are sharded and others are not; call it for each kind."
-        )
     for tensor in sharded:
         if is_pending(tensor):
             settle_in_place(tensor)

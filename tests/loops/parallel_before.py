@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -19,33 +19,34 @@ def average(tensors: Iterable[torch.Tensor]) -> None:
             tensor /= dist.get_world_size()
 
 
-@loop()
-def gradients_averaged_by_hand(run: Run) -> None:
+def trained(run: Run, make_equal: Callable[[list[torch.Tensor]], None]) -> None:
+    """`make_equal` is called with the gradients, after each backward."""
     model, optimizer = started(run)
     for step in range(run.steps):
         loss = loss_of(model, run.batch(step))
         run.backward(loss)
-        average(p.grad.data for p in model.parameters() if p.grad is not None)
+        make_equal([p.grad.data for p in model.parameters() if p.grad is not None])
         run.clip(model.parameters(), 0.5)
         run.step(optimizer)
         run.see_mean(loss)
 
 
 @loop()
+def gradients_averaged_by_hand(run: Run) -> None:
+    trained(run, average)
+
+
+@loop()
 def gradients_averaged_as_one_tensor(run: Run) -> None:
-    model, optimizer = started(run)
-    for step in range(run.steps):
-        loss = loss_of(model, run.batch(step))
-        run.backward(loss)
-        flat = torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None])
+    def average_flat(gradients: list[torch.Tensor]) -> None:
+        flat = torch.cat([gradient.view(-1) for gradient in gradients])
         average([flat])
         at = 0
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad.data.copy_(flat[at : at + p.numel()].view_as(p.grad))
-                at += p.numel()
-        run.step(optimizer)
-        run.see_mean(loss)
+        for gradient in gradients:
+            gradient.copy_(flat[at : at + gradient.numel()].view_as(gradient))
+            at += gradient.numel()
+
+    trained(run, average_flat)
 
 
 @loop(accumulation=2)
