@@ -235,7 +235,25 @@ def test_an_empty_state_dict_of_another_rank_is_not_written(ranks, tmp_path):
     """Where all ranks write one file, it would often be the empty one."""
     saved, refused = ranks.run(2, whole_state_saved_on_all_ranks, tmp_path)
     assert {"0.weight", "2.bias"} < saved
-    assert "torch.save: only rank 0 has what get_state_dict gathers (got an empty dict on rank 1)" in refused
+    assert "get_state_dict gathers of a sharded model (got an empty dict on rank 1)" in refused
+
+
+def best_weights_loaded_again():
+    accelerator = Accelerator(config={"distributed_type": "MULTI_CPU", "use_cpu": True})
+    model = nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    best = accelerator.get_state_dict(model)
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    of_last = accelerator.get_state_dict(model)
+    model.load_state_dict(best)
+    loaded = accelerator.unwrap_model(model).state_dict()
+    return [[torch.equal(tensor, state[name]) for name, tensor in loaded.items()] for state in (best, of_last)]
+
+
+def test_every_rank_has_the_whole_state_of_a_model_that_is_not_sharded(ranks):
+    """Early stopping takes the best weights and loads them again, on all ranks."""
+    assert ranks.run(2, best_weights_loaded_again) == [[[True] * 2, [False] * 2]] * 2
 
 
 @pytest.mark.requirement("D4")

@@ -142,20 +142,20 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @outside_inference_mode()
 def whole_tensors(model: nn.Module) -> dict[str, Any]:
-    """The model's full state dict in host memory on rank 0; `OfRankZero` elsewhere. The names of a tied parameter have
-    one tensor, which Transformers then writes once. Collective: gathers tensor by tensor."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    """The model's full state dict in host memory: of a sharded model on rank 0, and `OfRankZero` elsewhere. The names
+    of a tied parameter have one tensor, which Transformers then writes once. Collective: gathers tensor by tensor."""
     own, others = model_state(model)
     ties = tied_names(model, own)
+    is_kept = not any(is_dtensor(tensor) for tensor in own.values()) or dist.get_rank() == 0
     found = {}
     for name, tensor in own.items():
         if name in ties:
             continue
         full = whole(tensor) if is_dtensor(tensor) else tensor
-        if rank == 0:
+        if is_kept:
             is_new = full.is_cpu and local_part(tensor).shape != full.shape  # else a view, if this rank has all of it
             found[name] = full if is_new else tensors.copied(full)
-    return others | {name: found[ties.get(name, name)] for name in own} if rank == 0 else OfRankZero()
+    return others | {name: found[ties.get(name, name)] for name in own} if is_kept else OfRankZero()
 
 
 class OfRankZero(dict[str, Any]):
@@ -165,19 +165,11 @@ class OfRankZero(dict[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if sys._getframe(1).f_globals.get("__name__") == "torch.serialization":
             raise UsageError(
-                "torch.save: only rank 0 has what get_state_dict gathers (got an empty dict on rank "
+                "torch.save: only rank 0 has what get_state_dict gathers of a sharded model (got an empty dict on rank "
                 f"{dist.get_rank()}); call get_state_dict on all ranks, then torch.save under "
                 "`if accelerator.is_main_process`."
             )
         return dict, (dict(self),)
-
-
-def copies(model: nn.Module) -> dict[str, Any]:
-    """The full state dict of a model that is not sharded, in host memory. Tied names as in `whole_tensors`."""
-    own, others = model_state(model)
-    ties = tied_names(model, own)
-    found = {name: tensor.cpu().clone() for name, tensor in own.items() if name not in ties}
-    return others | {name: found[ties.get(name, name)] for name in own}
 
 
 def parameter_names(models: list[nn.Module], saved: Index | None = None) -> dict[int, str]:

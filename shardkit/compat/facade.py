@@ -242,14 +242,6 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
             return saving.save_model_alone(self._run, model, save_directory, max_shard_size or "10GB")
         return super().save_model(model, save_directory, max_shard_size, dtype, safe_serialization)
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's whole state dict in host memory, on every rank; of a sharded model on rank 0 only. Collective."""
-        if self.is_fsdp2:
-            return super().get_state_dict(model)
-        from shardkit.checkpoint import state
-
-        return state.copies(model)
-
     def _is_called_on_one_rank(self, call: str, frame: FrameType) -> bool:
         """Whether the script calls this on the main process only. Raises UsageError if the call needs all ranks."""
         place = place_of_one_rank(frame, call) if self.use_distributed else None

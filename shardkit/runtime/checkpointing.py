@@ -100,7 +100,8 @@ class Checkpointing(Topology):
         saving.save_model(self._run, model, save_directory, size, dtype)
 
     def get_state_dict(self, model: nn.Module, *_: Any, **__: Any) -> dict[str, Any]:
-        """The model's full state dict on rank 0, which may save it; other ranks may get an empty one. Collective."""
+        """The model's full state dict in host memory, on every rank; of a sharded model on rank 0, and an empty one
+        elsewhere. Collective."""
         from shardkit.checkpoint import state
 
         if not isinstance(model, nn.Module):
