@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -220,22 +221,37 @@ def both_kinds(project):
     return [(path.name, manifest.read(path).kind) for path in (sharded, full)]
 
 
-def whole_state_saved_on_all_ranks(project):
+def whole_state_used_on_all_ranks(project):
     run = run_of(project)
     whole = run[0].get_state_dict(run[1])
-    assert pickle.loads(pickle.dumps(whole)).keys() == copy.deepcopy(whole).keys() == whole.keys()
-    try:
-        torch.save({"epoch": 1, "model": whole}, project / f"{run[0].process_index}.pt")
-    except UsageError as error:
-        return str(error)
-    return set(torch.load(project / f"{run[0].process_index}.pt")["model"])
+    assert pickle.loads(pickle.dumps(whole)).keys() == copy.deepcopy(whole).keys() == {**whole}.keys()
+    own = project / str(run[0].process_index)
+    calls = (
+        lambda: torch.save({"epoch": 1, "model": whole}, f"{own}.pt"),
+        lambda: save_file(whole, f"{own}.safetensors"),
+        lambda: run[1].load_state_dict(whole),
+    )
+    if not run[0].is_main_process:
+        return [refusal_of(call) for call in calls]
+    for call in calls:
+        call()
+    return [set(torch.load(f"{own}.pt")["model"]), set(load_file(f"{own}.safetensors"))]
 
 
-def test_an_empty_state_dict_of_another_rank_is_not_written(ranks, tmp_path):
+def refusal_of(call):
+    with pytest.raises(UsageError) as raised:
+        call()
+    return str(raised.value)
+
+
+def test_an_empty_state_dict_of_another_rank_is_neither_written_nor_loaded(ranks, tmp_path):
     """Where all ranks write one file, it would often be the empty one."""
-    saved, refused = ranks.run(2, whole_state_saved_on_all_ranks, tmp_path)
-    assert {"0.weight", "2.bias"} < saved
-    assert "get_state_dict gathers of a sharded model (got an empty dict on rank 1)" in refused
+    saved, refused = ranks.run(2, whole_state_used_on_all_ranks, tmp_path)
+    assert all({"0.weight", "2.bias"} < names for names in saved)
+    assert [text.split(":")[0] for text in refused] == ["torch.save", "safetensors", "load_state_dict"]
+    reason = "get_state_dict gathers of a sharded model (got an empty dict on rank 1)"
+    assert all(reason in text for text in refused)
+    assert "copy.deepcopy(model.state_dict())" in refused[-1] and "is_main_process" in refused[0]
 
 
 def best_weights_loaded_again():

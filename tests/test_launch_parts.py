@@ -810,10 +810,6 @@ def test_the_words_for_a_failure():
         debugged = RankOutcome(rank, exit_code=1, error=error(rank, kind))
         text = diagnosis.render(diagnosis.diagnose([debugged]), 0.0, "runs/x")
         assert ("if accelerator.is_main_process: breakpoint()" in text) == (rank == 1 and kind == "BdbQuit")
-    for rank in (0, 1):  # what get_state_dict gave rank 1 of a sharded model, loaded there
-        empty = RankOutcome(rank, exit_code=1, error=replace(error(rank), message='Missing key(s) in state_dict: "a"'))
-        text = diagnosis.render(diagnosis.diagnose([empty]), 0.0, "runs/x")
-        assert ("copy.deepcopy(model.state_dict()) on all ranks" in text) == (rank == 1)
     assert diagnosis.signal_name(9) == "SIGKILL"
     assert diagnosis.signal_name(77) == "signal 77"
 

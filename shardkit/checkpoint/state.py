@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -159,17 +160,41 @@ def whole_tensors(model: nn.Module) -> dict[str, Any]:
 
 
 class OfRankZero(dict[str, Any]):
-    """The empty state dict of the ranks that get none. `torch.save` of it raises UsageError: where all ranks save, the
-    file would be an empty one. For other ways of pickling it is a dict."""
+    """The empty state dict of the ranks that get none. UsageError where it is written to a file, which would often be
+    left empty where all ranks write it, and where a model loads it. For everything else it is a dict."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if sys._getframe(1).f_globals.get("__name__") == "torch.serialization":
-            raise UsageError(
-                "torch.save: only rank 0 has what get_state_dict gathers of a sharded model (got an empty dict on rank "
-                f"{dist.get_rank()}); call get_state_dict on all ranks, then torch.save under "
-                "`if accelerator.is_main_process`."
-            )
+        _refuse_empty(sys._getframe(1))
         return dict, (dict(self),)
+
+    def keys(self) -> Any:
+        _refuse_empty(sys._getframe(1))
+        return super().keys()
+
+    def items(self) -> Any:
+        _refuse_empty(sys._getframe(1))
+        return super().items()
+
+
+_WRITTEN = "call get_state_dict on all ranks, then {} under `if accelerator.is_main_process`."
+_ADVICE_BY_READER = {
+    "torch.serialization": ("torch.save", _WRITTEN.format("torch.save")),
+    "safetensors.torch": ("safetensors", _WRITTEN.format("save_file")),
+    "torch.nn.modules.module": (
+        "load_state_dict",
+        "to keep weights of this run, call copy.deepcopy(model.state_dict()) on all ranks, and load that.",
+    ),
+}
+"""{module that reads a state dict: its function, and advice for ranks that have none}."""
+
+
+def _refuse_empty(reader: FrameType) -> None:
+    if found := _ADVICE_BY_READER.get(reader.f_globals.get("__name__", "")):
+        function, advice = found
+        raise UsageError(
+            f"{function}: only rank 0 has what get_state_dict gathers of a sharded model (got an empty dict on rank "
+            f"{dist.get_rank()}); {advice}"
+        )
 
 
 def parameter_names(models: list[nn.Module], saved: Index | None = None) -> dict[int, str]:

@@ -257,11 +257,6 @@ def _next_step(outcome: RankOutcome) -> str:
             "only rank 0 reads the terminal; the others wait for it at their next collective: "
             "if accelerator.is_main_process: breakpoint()"
         )
-    if error.rank and "Missing key(s) in state_dict" in error.message:
-        return (
-            "of a sharded model get_state_dict gives rank 0 the weights, the others an empty dict: to keep the best "
-            "weights of a run, copy.deepcopy(model.state_dict()) on all ranks, which load_state_dict takes back"
-        )
     if error.kind in {"OutOfMemoryError", "MemoryError"} or any(sign in error.message for sign in OUT_OF_MEMORY_SIGNS):
         return (
             "see what uses the memory, and what each change would save, with the function that builds the model: "
