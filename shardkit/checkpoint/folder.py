@@ -32,7 +32,7 @@ _OLD = ".old-"
 # Where the file system has no locks, a folder in which nothing was created for so long belongs to a dead process.
 _DEAD_AFTER_S = 24 * 3600.0
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 PlaceKind = TypeVar("PlaceKind", Path, Url)
 
 
@@ -294,7 +294,7 @@ def debris(root: Path, name: str | None = None) -> list[Path]:
         except FileNotFoundError:  # another process has deleted it meanwhile
             continue
         except OSError as error:
-            logger.warning("checkpoint: %s: leftover of a killed save, cannot be read (%s).", path, error)
+            log.warning("checkpoint: %s: leftover of a killed save, cannot be read (%s).", path, error)
     return found
 
 
@@ -306,7 +306,7 @@ def clean_debris(root: Path, name: str | None = None) -> list[Path]:
             shutil.rmtree(path)
             removed.append(path)
         except OSError as error:
-            logger.warning("checkpoint: %s: leftover of a killed save, cannot be deleted (%s).", path, error)
+            log.warning("checkpoint: %s: leftover of a killed save, cannot be deleted (%s).", path, error)
     return removed
 
 

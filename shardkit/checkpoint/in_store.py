@@ -36,7 +36,7 @@ SAVE_LIMIT_S = 12 * 3600.0
 DEAD_AFTER_S = 24 * 3600.0
 _MARK = re.compile(r"\.tmp-(?P<name>.+)-(?P<save_id>[0-9a-f]{32})")
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass
@@ -80,7 +80,7 @@ def begin(request: "SaveRequest") -> StoreSave:
 
 @lru_cache(maxsize=16)
 def _warn_of_no_condition(root: Url) -> None:
-    logger.warning(
+    log.warning(
         "checkpoint: %s: %s:// does not support conditional writes; if two runs save the same step at the same time, "
         "one overwrites the other unnoticed. Use this folder for one run only.",
         root,
@@ -153,7 +153,7 @@ def abandon(attempt: StoreSave, is_everybody_done: bool) -> None:
     """Delete the files of a failed save. If a rank may still be writing, the mark stays, and a later save deletes the
     rest."""
     if attempt.is_unknown:
-        logger.warning(
+        log.warning(
             "checkpoint: %s: the files of the failed save are kept, since it is unknown whether it is committed.",
             attempt.final,
         )
@@ -163,7 +163,7 @@ def abandon(attempt: StoreSave, is_everybody_done: bool) -> None:
         if is_everybody_done:
             objects.remove(attempt.mark)
     except OSError as error:
-        logger.warning("checkpoint: files of a failed save could not be deleted (%s); a later save retries.", error)
+        log.warning("checkpoint: files of a failed save could not be deleted (%s); a later save retries.", error)
 
 
 def wait_until_marked(final: Url, save_id: str, wait_s: float) -> None:
@@ -193,7 +193,7 @@ def dead(root: Url, name: str | None, now: Url) -> list[tuple[Url, Url]]:
         try:
             age_s = (objects.modified(now) - objects.modified(root / listed)).total_seconds()
         except OSError as error:
-            logger.debug("checkpoint: %s: its age is unknown (%s).", root / listed, error)
+            log.debug("checkpoint: %s: its age is unknown (%s).", root / listed, error)
             continue
         if age_s > DEAD_AFTER_S:
             found.append((root / listed, files_of(root / match["name"], match["save_id"])))
@@ -221,7 +221,7 @@ def collect(root: Url, name: str | None, now: Url) -> list[Url]:
                 removed.append(files)
             objects.remove(mark)
     except (CheckpointError, OSError) as error:
-        logger.warning("checkpoint: files of dead saves could not be deleted (%s); a later save retries.", error)
+        log.warning("checkpoint: files of dead saves could not be deleted (%s); a later save retries.", error)
     return removed
 
 

@@ -14,7 +14,7 @@ from shardkit.storage.url import Place, Url
 # The folder in a project in which Accelerator(project_config=...) saves step folders.
 SERIES = "checkpoints"
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 
 
 def series(path: Place) -> Place:
@@ -114,7 +114,7 @@ def checkpoint(path: Place) -> Checkpoint:
         for newer in skipped:
             if not isinstance(newer.path, Url) and not os.path.lexists(newer.path):
                 continue  # a run has deleted it meanwhile
-            logger.warning("checkpoint: skipped step %d (%s); step %d is used.", newer.step, newer.reason, found.step)
+            log.warning("checkpoint: skipped step %d (%s); step %d is used.", newer.step, newer.reason, found.step)
         return open_checkpoint(found.path)
 
 
