@@ -99,7 +99,7 @@ def _loaded(run: Run, session: SaveSession, loaded: LoadedState) -> Place:
         optimizer.optimizer.zero_grad()
     for model in run.models:
         drop_unreduced(model, {id(parameter) for parameter in every_parameter(model)})
-    has_forgotten = [ddp_hooks.forget_rests(model) for model in run.models]
+    has_forgotten = [ddp_hooks.forget_errors(model) for model in run.models]
     if any(has_forgotten) and run.process.rank == 0:
         log.warning(
             "checkpoint: what PowerSGD has left out of gradients is in no checkpoint; gradients are sent whole for the "
