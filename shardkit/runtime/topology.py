@@ -118,7 +118,7 @@ class Topology(RankNumbers):
     @property
     def data_parallel_shard_rank(self) -> int:
         """Index of this rank's shard within its replica."""
-        return layout.part_of(self._run.mesh)
+        return layout.shard_of(self._run.mesh)
 
     @property
     def tensor_parallel_rank(self) -> int:
