@@ -127,7 +127,7 @@ class Opening:
     def discard(self) -> None:
         """Remove everything that the save has created."""
         if self._hold is not None:
-            let_go(self._hold)
+            os.close(self._hold)
             shutil.rmtree(str(files_of(self.request)), ignore_errors=True)
         if self._attempt is not None:
             in_store.abandon(self._attempt, is_everybody_done=True)
@@ -284,8 +284,3 @@ def fingerprints(captured: Captured) -> dict[str, str]:
         shared = [value["kind"], value["world_size"], entries, value["aliases"].get(section)]
         found[section] = digests.of_bytes("xxh3", disk.to_json(shared))
     return found
-
-
-def let_go(hold: int | None) -> None:
-    if hold is not None:
-        os.close(hold)
