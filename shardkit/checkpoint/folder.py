@@ -7,6 +7,7 @@ step-00000120/           a committed checkpoint: it gets this name by one rename
 .trash-<id>/             a folder that is being deleted
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -76,6 +77,11 @@ def steps(root: Place) -> list[FoundCheckpoint]:
         raise unreadable(root, error) from error
     found = [FoundCheckpoint(int(match[1]), path) for path in paths if (match := STEP.fullmatch(path.name))]
     return sorted(found, key=lambda item: item.step, reverse=True)
+
+
+def taken(place: Place, reason: str) -> FileExistsError:
+    """The error of a save whose place may not be replaced."""
+    return FileExistsError(errno.EEXIST, reason, str(place))
 
 
 def unreadable(place: Place, error: OSError) -> CheckpointError:

@@ -90,16 +90,16 @@ def _warn_of_no_condition(root: Url) -> None:
 
 def _refuse_taken(request: "SaveRequest", final: Url, before: Seen | None) -> None:
     if before is not None and manifest.is_of_another_program(final):
-        raise FileExistsError(17, f"{manifest.NAME} of another program is there; use another name", str(final))
+        raise folder.taken(final, f"{manifest.NAME} of another program is there; use another name")
     if before is not None and not request.replace:
-        raise FileExistsError(17, "a checkpoint with this name exists, and checkpoints are not overwritten", str(final))
+        raise folder.taken(final, "a checkpoint with this name exists, and checkpoints are not overwritten")
     if before is None:
         others = [name for name in objects.names(final) if not manifest.DATA.fullmatch(name)]
         if others:
             advice = "use another name, or write those after the save"
-            raise FileExistsError(17, f"contains other objects ({others[0]}); {advice}", str(final))
+            raise folder.taken(final, f"contains other objects ({others[0]}); {advice}")
         if objects.look(final) is not None:
-            raise FileExistsError(17, "an object with this name exists; use another name", str(final))
+            raise folder.taken(final, "an object with this name exists; use another name")
 
 
 def _replaced(final: Url) -> Url | None:

@@ -261,12 +261,12 @@ def _refuse_taken(request: SaveRequest, final: Path) -> None:
     if not is_taken(final):
         return
     if not request.replace:
-        raise FileExistsError(17, "a checkpoint with this name exists, and checkpoints are not overwritten", str(final))
+        raise folder.taken(final, "a checkpoint with this name exists, and checkpoints are not overwritten")
     if not manifest.is_checkpoint(final):
         if final.is_dir():
             advice = "use another name, or write those files after the save"
-            raise FileExistsError(17, f"a folder with other files in it; {advice}", str(final))
-        raise FileExistsError(17, "a file; use another name", str(final))
+            raise folder.taken(final, f"a folder with other files in it; {advice}")
+        raise folder.taken(final, "a file; use another name")
 
 
 def fingerprints(captured: Captured) -> dict[str, str]:
