@@ -172,9 +172,11 @@ def reading(folder: Path, name: str, at: int | None = None) -> Iterator[int]:
             os.close(opened)
 
 
-def is_there(path: Path) -> bool:
-    """Whether a file or folder exists. OSError where the disk does not tell, which Path.exists() hides from Python 3.14
-    on: a checkpoint that cannot be looked at is not the same as none."""
+def is_there(path: Place) -> bool:
+    """Whether a file or folder exists; in a store, anything below this name. OSError where the disk does not tell,
+    which Path.exists() hides from Python 3.14 on: a checkpoint that cannot be looked at is not the same as none."""
+    if isinstance(path, Url):
+        return objects.is_there(path)
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):

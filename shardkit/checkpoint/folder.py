@@ -133,7 +133,7 @@ def _in_store(root: Url) -> list[Url]:
     listed name is checked, and so is the name in LATEST."""
     listed = {name for name in objects.names(root) if STEP.fullmatch(name)}
     latest = read_latest(root)
-    return [root / name for name in listed | ({latest} if latest else set()) if manifest.is_here(root / name)]
+    return [root / name for name in listed | ({latest} if latest else set()) if manifest.exists(root / name)]
 
 
 def named_otherwise(root: Place) -> list[Place]:
@@ -148,7 +148,7 @@ def named_otherwise(root: Place) -> list[Place]:
         if path.name.startswith(".") or STEP.fullmatch(path.name):
             continue
         try:
-            if manifest.is_here(path):
+            if manifest.exists(path):
                 found.append((manifest.read(path).created_utc, path.name, path))
         except CheckpointError:
             if not manifest.is_of_another_program(path):

@@ -111,7 +111,7 @@ def _replaced(final: Url) -> Url | None:
 
 def _files_there(final: Url) -> Url | None:
     """The prefix of the files of the checkpoint with this name; None if there is no checkpoint or no prefix."""
-    data = manifest.read(final).data if manifest.is_here(final) else None
+    data = manifest.read(final).data if manifest.exists(final) else None
     return None if data is None else final / data
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shardkit.checkpoint import folder, manifest
+from shardkit.checkpoint import disk, folder, manifest
 from shardkit.checkpoint.verify import Checkpoint, open_checkpoint
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
@@ -49,7 +49,7 @@ def _none_at(path: Place, others: list[Place]) -> CheckpointError:
     """Why a path is not a folder of step folders; `others` are the checkpoints in it that are not named by step."""
     if _is_checkpoint(path):
         what = "is a single checkpoint; give the folder that contains the checkpoints of a run"
-    elif not manifest.is_there(path):
+    elif not disk.is_there(path):
         what = "no such folder; give a project folder or a folder of checkpoints"
     elif around := _checkpoint_around(path):
         what = f"is part of the checkpoint {around}; give that folder"
@@ -135,7 +135,7 @@ def checkpoints(path: Place) -> list[Place]:
 def refusal_of_place(path: Place) -> str | None:
     """Why a path from which one state is to be loaded is none: a folder of checkpoints, the project folder around it,
     or a part of a checkpoint; None for any other."""
-    if manifest.is_here(path):
+    if manifest.exists(path):
         return None
     if around := _checkpoint_around(path):
         return f"a part of a checkpoint; name the checkpoint, {around}"

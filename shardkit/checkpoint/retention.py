@@ -37,7 +37,7 @@ def pin(path: Place) -> None:
     was faster."""
     file, _ = _pins_of(path)
     objects.put(file, b"{}") if isinstance(file, Url) else file.touch()
-    if not manifest.is_here(path):
+    if not manifest.exists(path):
         unpin(path)
         raise CheckpointError(f"{path}: was deleted before it was pinned; pin another one.")
 
