@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardkit import sizes
 from shardkit.checkpoint import (
     additions,
     disk,
@@ -231,12 +230,8 @@ def _different_tensors(given: list[dict[str, str]], hosts: list[str]) -> list[st
 
 def _check_free_space(final: Path, needed: int) -> None:
     """Raises CheckpointError if the disk has less free space than needed."""
-    free = disk.free_bytes(final.parent)
-    needed = needed + needed // 20 + MARGIN_BYTES
-    if free < needed:
-        raise CheckpointError(
-            f"No space left on device: need {sizes.in_words(needed)}, {sizes.in_words(free)} free in {final.parent}"
-        )
+    if lack := disk.lack_of_space(final.parent, needed + needed // 20 + MARGIN_BYTES):
+        raise CheckpointError(f"{lack} in {final.parent}; free some space, or save to another disk")
 
 
 def files_of(request: SaveRequest) -> Place:
