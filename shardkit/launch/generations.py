@@ -362,19 +362,19 @@ def generation_meeting(
         return
     store = PrefixStore(f"generation-{generation.number}", roster.store)
     lost_s = own.launch.lost_timeout_s
-    line = StoreClient(store, place, len(members), lost_s, lambda other: roster.is_gone(members[other].arrival))
-    line.start()
+    client = StoreClient(store, place, len(members), lost_s, lambda other: roster.is_gone(members[other].arrival))
+    client.start()
     try:
         yield Meeting(
             place,
             len(members),
             addresses.reached_by(own.rendezvous.host, roster.store.host) if place else own.rendezvous.host,
             (roster.store.host, 0),
-            line,
+            client,
             [member.host for member in members],
             others=[member.address for member in members if member.address and member is not members[place]],
             numbers=[member.number for member in members],
             wants_new_world=wants_new_world,
         )
     finally:
-        line.close()
+        client.close()
