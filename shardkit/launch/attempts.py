@@ -32,7 +32,7 @@ from shardkit.wording import counted
 
 if TYPE_CHECKING:  # they load torch
     from shardkit.launch.meeting import Meeting
-    from shardkit.launch.ranks import Ended
+    from shardkit.launch.ranks import EndedRanks
 
 FILES_BESIDE = 32
 """Open files of a launcher beside those of the ranks: torch, its own store, the log (20 were measured)."""
@@ -246,7 +246,7 @@ def text_of_loss(machines: "Meeting", lost: list[int]) -> str:
 
 
 def report_of(
-    watch: Monitor, ended: "Ended", errors: dict[int, rank_files.RankError], started_s: float, logs: str
+    watch: Monitor, ended: "EndedRanks", errors: dict[int, rank_files.RankError], started_s: float, logs: str
 ) -> dict[str, Any]:
     """This machine's report on its ranks. Times are seconds since the common start."""
     return {
@@ -326,7 +326,9 @@ def signals_to(watch: Monitor) -> Iterator[None]:
         yield
 
 
-def outcomes_of(watch: Monitor, ended: "Ended", errors: dict[int, rank_files.RankError]) -> tuple[RankOutcome, ...]:
+def outcomes_of(
+    watch: Monitor, ended: "EndedRanks", errors: dict[int, rank_files.RankError]
+) -> tuple[RankOutcome, ...]:
     """The outcome of each rank of this machine, from its exit code, the monitor and its own error report."""
     outcomes = []
     for rank, code in sorted(ended.codes.items()):

@@ -40,7 +40,7 @@ ASKED_CODE = 128 + signal.SIGUSR1
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedGeneration:
     """How a generation ended: its error if any, the signals that users sent by the place of the machine, the newest
     checkpoint, and whether ranks were killed because they took too long to stop."""
 
@@ -250,7 +250,7 @@ class Newcomers:
         return True
 
 
-def makes_way(ended: Ended) -> bool:
+def makes_way(ended: EndedGeneration) -> bool:
     """Whether the ranks ended because they were stopped for another generation: they saved, or were ended or killed."""
     error = ended.error
     return isinstance(error, Preempted) or ended.was_killed or (error is not None and error.exit_code == ASKED_CODE)
@@ -329,16 +329,16 @@ def run_generation(
     start: Start,
     log_dir: Path,
     wants_new_world: Callable[[], bool] | None = None,
-) -> Ended:
+) -> EndedGeneration:
     """Runs this machine's ranks of a generation. Raises MachineError if they cannot be started."""
     own = membership.spec_for(spec, generation, place)
     with generation_meeting(own, generation, place, roster, wants_new_world) as machines:
         try:
             attempt, error = attempts.attempted(own, start, machines, log_dir, generation.number)
         except LostMachines as lost:
-            return Ended(lost, {place: lost.stop} if lost.stop else {}, lost.committed_step)
+            return EndedGeneration(lost, {place: lost.stop} if lost.stop else {}, lost.committed_step)
     was_killed = error is not None and diagnosis.diagnose(attempt.outcomes).outcome.was_killed
-    return Ended(error, attempt.stops, attempt.committed_step, was_killed)
+    return EndedGeneration(error, attempt.stops, attempt.committed_step, was_killed)
 
 
 @contextlib.contextmanager
