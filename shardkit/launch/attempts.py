@@ -253,7 +253,7 @@ def report_of(
         "outcomes": [asdict(shifted(outcome, -started_s)) for outcome in outcomes_of(watch, ended, errors)],
         "committed_step": newest_step(watch),
         "is_hung": watch.is_hung,
-        "rows": [asdict(_later(row, -started_s)) for row in watch.rows or ()],
+        "rows": [asdict(shifted_row(row, -started_s)) for row in watch.rows or ()],
         "stop": stop_of(watch),
         "logs": logs,
     }
@@ -273,22 +273,22 @@ def together(reports: dict[int, dict[str, Any]], machines: "Meeting", started_s:
     """The attempt, from the reports of all machines."""
     outcomes: list[RankOutcome] = []
     logs: dict[int, str] = {}
-    for machine, report in sorted(reports.items()):
+    reports = dict(sorted(reports.items()))
+    for machine, report in reports.items():
         where = report["logs"] if machine == machines.machine else f"{machines.name_of(machine)}: {report['logs']}"
         for fields in report["outcomes"]:
             error = rank_files.RankError(**fields["error"]) if fields["error"] else None
             outcomes.append(shifted(RankOutcome(**{**fields, "error": error}), started_s))
             logs[fields["rank"]] = where
-    known = [report for _, report in sorted(reports.items())]
     return LaunchAttempt(
         tuple(outcomes),
         started_s,
-        max(report["committed_step"] for report in known),
+        max(report["committed_step"] for report in reports.values()),
         logs,
-        tuple(_later(HangRow(**row), started_s) for report in known for row in report["rows"])
-        if any(report["is_hung"] for report in known)
+        tuple(shifted_row(HangRow(**row), started_s) for report in reports.values() for row in report["rows"])
+        if any(report["is_hung"] for report in reports.values())
         else (),
-        {machine: report["stop"] for machine, report in sorted(reports.items()) if report["stop"]},
+        {machine: report["stop"] for machine, report in reports.items() if report["stop"]},
     )
 
 
@@ -298,7 +298,8 @@ def shifted(outcome: RankOutcome, seconds: float) -> RankOutcome:
     return replace(outcome, error=error, ended_s=None if outcome.ended_s is None else outcome.ended_s + seconds)
 
 
-def _later(row: HangRow, seconds: float) -> HangRow:
+def shifted_row(row: HangRow, seconds: float) -> HangRow:
+    """The row with its time shifted by `seconds`."""
     *rest, since_s = row.order
     return replace(row, order=(*rest, since_s + seconds))  # type: ignore[arg-type]
 
