@@ -224,7 +224,10 @@ def run_once(
         report = report_of(watch, ended, rank_files.read_errors(folder), started_s, folders.short(log_dir))
         reports = machines.gather(f"{ranks.name_of(restart)}-end", report)
     except OSError as error:
-        raise MachineError(f"launch: the ranks could not be started: {error}") from error
+        raise MachineError(
+            f"launch: the ranks could not be started (got {error}); see the limits and the disk of this machine "
+            "(ulimit -u, ulimit -n, df -h), and start again."
+        ) from error
     except Lost as lost:
         raise LostMachines(
             text_of_loss(machines, lost.machines), lost.machines, newest_step(watch), stop_of(watch)
