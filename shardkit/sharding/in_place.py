@@ -9,15 +9,13 @@ so that what each rank writes is added up; and with plain tensors of the whole s
 noise added to a gradient, a mask. (Checked on torch 2.11 to 2.15.)
 """
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
 
-from shardkit.distributed.tensors import is_dtensor, local_part, own_part, whole
+from shardkit.distributed.tensors import from_part, is_dtensor, local_part, own_part, whole
 from shardkit.errors import UsageError
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
 from shardkit.sharding.settled import (
@@ -58,7 +56,7 @@ def _change(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return operator(tensor, whole(value), **kwargs)  # a plain tensor counts as equal on all ranks
     tensor, value = args = with_own_parts(args)
     if is_dtensor(tensor) and is_dtensor(value) and _are_over_the_same_ranks(tensor.device_mesh, value.device_mesh):
-        value = _on(tensor.device_mesh, value.placements, value)
+        value = from_part(local_part(value), value, tensor.device_mesh, value.placements)
         args = (tensor, value)
     if is_dtensor(tensor) and is_dtensor(value) and value.shape == tensor.shape and is_single(tensor):
         operator(local_part(tensor), local_part(redistributed(value, tensor.placements)), **kwargs)
@@ -93,7 +91,7 @@ def _empty(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = as_torch_does(operator, args, kwargs)
     if not is_dtensor(found) or not is_pending(found):
         return found
-    return _on(found.device_mesh, settled_placements(found), found)
+    return from_part(local_part(found), found, found.device_mesh, settled_placements(found))
 
 
 def _refuse_transposition(*_: Any) -> NoReturn:
@@ -106,8 +104,3 @@ def _refuse_transposition(*_: Any) -> NoReturn:
 def _are_over_the_same_ranks(mesh: DeviceMesh, other: DeviceMesh) -> bool:
     """Whether two meshes that torch takes for different ones differ in the names of their axes only."""
     return mesh != other and mesh.device_type == other.device_type and torch.equal(mesh.mesh, other.mesh)
-
-
-def _on(mesh: DeviceMesh, placements: Sequence[Placement], value: DTensor) -> DTensor:
-    part = value.to_local()
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())

@@ -15,11 +15,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import Partial
 
 from shardkit.distributed.tensors import is_dtensor
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
-from shardkit.sharding.settled import has_empty_part, replicated, settle, with_own_parts
+from shardkit.sharding.settled import as_replicated, has_empty_part, replicated, settle, with_own_parts
 
 _aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # the numbers of ATen's reductions
@@ -91,10 +91,7 @@ def _join(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     What is pending in different ways, such as a mean and a norm, is settled first."""
     tensors, *others = args
     mesh = next(one.device_mesh for one in tensors if is_dtensor(one))
-    everywhere = [Replicate()] * mesh.ndim
-    tensors = [
-        one if is_dtensor(one) else DTensor.from_local(one, mesh, everywhere, run_check=False) for one in tensors
-    ]
+    tensors = [one if is_dtensor(one) else as_replicated(one, mesh) for one in tensors]
     if any(one.placements != tensors[0].placements for one in tensors):
         tensors = [settle(one) for one in tensors]
     return as_torch_does(operator, (tensors, *others), kwargs)
