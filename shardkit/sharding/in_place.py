@@ -1,12 +1,14 @@
-"""In-place arithmetic of sharded tensors that is an error in torch: `total += p.grad.norm()`, where a number of a
-sharded tensor goes into a plain one; and a sum into what has one element along the sharded dim, such as the bias of a
-single output, by a tensor that is whole: the gradient of a penalty (torch takes such a dim for one that is broadcast);
-and between meshes over the same ranks: a library that shards a reference model itself, with `fully_shard(model)`, gets
-a mesh without our names, and then mixes the trained weights into it; and of a norm or another value that is pending:
-`p.grad.norm().clamp_(min=eps)` of adaptive clipping, `norm += eps`; and the identity of `nn.init.eye_`, which torch
-would write into each rank's part, of another size then; and into `empty_like(p.T @ p)`, which torch takes for pending,
-so that what each rank writes is added up; and with plain tensors of the whole shape, which count as equal on all ranks:
-noise added to a gradient, a mask. (Checked on torch 2.11 to 2.15.)
+"""In-place arithmetic of sharded tensors that torch refuses or gets wrong; here it is that of whole tensors.
+
+    total += p.grad.norm()           a number of a sharded tensor goes into a plain tensor
+    bias.grad.add_(whole)            one element along the sharded dim: torch takes such a dim for one to broadcast
+    p.add_(other)                    meshes over the same ranks: a reference model that a library has sharded itself
+    norm.clamp_(min=eps)             the value is pending
+    nn.init.eye_(p)                  torch would write the identity into each rank's part, of another size then
+    empty_like(p.T @ p)              torch takes it for pending: what each rank writes would be added up
+    p.grad.add_(noise)               a plain tensor of the whole shape counts as equal on all ranks
+
+Checked on torch 2.11 to 2.15.
 """
 
 from functools import cache

@@ -1,13 +1,15 @@
-"""Reductions of sharded tensors, as in penalties and statistics of weights: `mse_loss(p, before)`, `(p > 9).any()`.
+"""Reductions of sharded tensors in which torch differs from those of whole tensors, as in penalties and statistics.
 
-torch's are those of whole tensors but for these: means of losses (of parts that differ in size it takes the mean of
-their means, and divides the gradient by the elements of a part), sums of norms that are pending, sums over the dims [],
-which torch itself takes in gradients, any() and all() in further arithmetic, allclose(), quotients by sums that are
-pending, running sums and the places of largest values along a dim that is counted from the end, which torch does not
-take for the sharded one, the largest and smallest values, or their places, of a tensor of which a rank has no part:
-that rank alone would raise; gradients of parts, as of `qkv.weight.chunk(3)[0].norm()`, which it joins with plain zeros;
-and joins of values that are pending in different ways, as in `torch.stack([p.mean(), p.norm()])`. (Checked on torch
-2.11, which alone is wrong in the quotients, 2.13 and 2.15.)
+    mse_loss(p, before)              torch takes the mean of the parts' means, also where parts differ in size
+    sum, mean                        of norms that are pending; over the dims [], which torch itself takes in gradients
+    a / p.sum()                      a divisor that is pending (torch 2.11 alone is wrong)
+    (p > 9).any(), all(), allclose   in further arithmetic
+    cumsum, argmax                   along a dim counted from the end, which torch does not take for the sharded one
+    max, min, argmax, norm           where a rank has no part: that rank alone would raise
+    qkv.weight.chunk(3)[0].norm()    its gradient joins parts with plain zeros
+    stack([p.mean(), p.norm()])      values that are pending in different ways
+
+Checked on torch 2.11, 2.13 and 2.15.
 """
 
 import math
