@@ -296,11 +296,8 @@ def _request(run: Run, session: SaveSession, final: Place, output: str | Path | 
         keep_every=section.keep_every,
         unless_equal=session.last == final and not run.hooks.at_save,
         compare_buffers="buffers" not in session.has_warned_of,
-        claim=partial(_claim, session, final.parent) if output is None else _nothing,
+        claim=partial(_claim, session, final.parent) if output is None else lambda: None,
     )
-
-
-def _nothing() -> None: ...
 
 
 def _claim(session: SaveSession, root: Place) -> None:
