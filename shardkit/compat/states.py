@@ -18,6 +18,7 @@ from shardkit.runtime import settings
 from shardkit.runtime.process_control import ProcessControl
 from shardkit.runtime.run import Run
 from shardkit.runtime.state import FsdpPlugin
+from shardkit.runtime.topology import distributed_type_of
 from shardkit.sharding import precision
 
 log = get_logger(__name__)
@@ -29,14 +30,8 @@ def is_initialized() -> bool:
 
 
 def kind_of(mode: str, world_size: int, device: torch.device) -> DistributedType:
-    """The distributed type, by Accelerate's names."""
-    if device.type == "xla":
-        return DistributedType.XLA
-    if mode == "fsdp":
-        return DistributedType.FSDP
-    if world_size == 1:
-        return DistributedType.NO
-    return DistributedType.MULTI_CPU if device.type == "cpu" else DistributedType.MULTI_GPU
+    """The distributed type, of Accelerate's enumeration."""
+    return DistributedType(distributed_type_of(mode, world_size, device).value)
 
 
 class _Place(ProcessControl):
