@@ -80,8 +80,7 @@ def joined(spec: LaunchSpec) -> "Iterator[RosterServer | RosterClient]":
     is_first = store is not None
     if store is None:
         who = f"machine {spec.machine_rank}" if spec.has_number else "this machine"
-        advice = "start the same command there with --machine-rank 0, check --main, and let the port through"
-        store = stores.reached(host, port, spec.launch.meet_timeout_s, say, who, "machine 0", advice)
+        store = stores.reached(host, port, spec.launch.meet_timeout_s, say, who, "machine 0", stores.NO_MACHINE_0)
         host = addresses.reached_by(host, store.host)
     with connectivity.open_to_others(host) as endpoint:
         if is_first:

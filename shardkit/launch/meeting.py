@@ -137,8 +137,7 @@ def opened(spec: LaunchSpec, greeting: dict[str, Any], say: Say) -> Iterator[Mee
         store = stores.hosted(stores.listening_address(host, spec.launch.bind_address, say), port)
     else:
         who = f"machine {spec.machine_rank} of {spec.num_machines}"
-        advice = "start the same command there with --machine-rank 0, check --main, and let the port through"
-        store = stores.reached(host, port, spec.launch.meet_timeout_s, say, who, "machine 0", advice)
+        store = stores.reached(host, port, spec.launch.meet_timeout_s, say, who, "machine 0", stores.NO_MACHINE_0)
     client = StoreClient(store, spec.machine_rank, spec.num_machines)
     address = addresses.reached_by(host, store.host) if spec.machine_rank else host
     meeting = Meeting(spec.machine_rank, spec.num_machines, address, (store.host, 0), client)
