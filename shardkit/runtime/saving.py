@@ -268,12 +268,12 @@ def forget(run: Run) -> None:
 
 def _final(run: Run, output: str | Path | None) -> Place:
     """The folder of the checkpoint. A save in the background goes on after the script has changed its folder."""
-    run.refuse_without_objects("save_state")
+    run.refuse_without_objects()
     if output is None:
         return paths.absolute(folder.step_folder(root_of(run), run.counters.step))
     final = paths.named(output, "save_state")
     if isinstance(final, Path):
-        paths.refuse_working_folder(final, "save_state", output)
+        paths.refuse_working_folder(final, output)
     return final
 
 
