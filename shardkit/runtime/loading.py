@@ -12,7 +12,7 @@ from shardkit.log import get_logger
 from shardkit.runtime import settings
 from shardkit.runtime.run import Run
 from shardkit.runtime.save_session import SaveSession
-from shardkit.runtime.saving import live_of, met, root_of, wait
+from shardkit.runtime.saving import joint_session, live_of, root_of, wait
 from shardkit.sharding import ddp_hooks
 from shardkit.sharding.gradient_sync import drop_unreduced
 from shardkit.storage.url import Place, Url
@@ -67,7 +67,7 @@ def _options(run: Run, session: SaveSession, data_position: bool, strict: bool) 
 
 def begin_load(run: Run, call: str) -> SaveSession:
     """The session of a load, after all ranks have made this call and a save in flight has ended. Collective."""
-    session = met(run, call, "load")
+    session = joint_session(run, call, "load")
     wait(run)
     return session
 

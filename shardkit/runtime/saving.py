@@ -55,7 +55,7 @@ def session_of(run: Run) -> SaveSession:
     return found
 
 
-def met(run: Run, call: str, phase: str, error: type[CheckpointError] = CheckpointError) -> SaveSession:
+def joint_session(run: Run, call: str, phase: str, error: type[CheckpointError] = CheckpointError) -> SaveSession:
     """The session, after all ranks have made this call; posts the phase to the launcher. Collective.
 
     Rank 0 logs the progress where it takes more than two seconds. UsageError where the state may be amid a step.
@@ -103,7 +103,7 @@ _BACKWARD, _FORWARD = torch.autograd.backward.__code__, nn.Module._call_impl.__c
 def begin_save(run: Run, call: str) -> SaveSession:
     """The session of a save, after all ranks have made this call. Collective; ModelError or CheckpointSaveError on all
     ranks where the present state is not worth a save."""
-    session = met(run, call, "save", CheckpointSaveError)
+    session = joint_session(run, call, "save", CheckpointSaveError)
     run.same_modules.check_before_save()
     _refuse_unfinished(session, call)
     return session
