@@ -359,7 +359,7 @@ class _Once:
         gathered = parameter._unsharded_param
         if gathered.is_floating_point() or gathered.is_complex():
             hook_weakly(gathered, UnitState._gradient_arrived, self._state)
-            fsdp_grad.note(parameter)
+            fsdp_grad.redirect(parameter)
         self._then(parameter)
 
 
