@@ -26,7 +26,7 @@ from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint.attempt import report, together
 from shardkit.checkpoint.commit import is_taken
 from shardkit.checkpoint.layout import Box, Chunk, Index
-from shardkit.checkpoint.put import begin_full_file, is_there
+from shardkit.checkpoint.put import begin_full_file, is_written
 from shardkit.checkpoint.save_request import Pieces, PreparedSave, SaveRequest
 from shardkit.checkpoint.state import Captured
 from shardkit.distributed.control import ControlGroup
@@ -103,16 +103,16 @@ class Opening:
         """Begin the save, unless the existing checkpoint already has the same contents."""
 
         def act() -> bool:
-            return self.request.unless_equal and is_there(self.prepared(), self.control)
+            return self.request.unless_equal and is_written(self.prepared(), self.control)
 
         def judge(answers: list[Any]) -> bool:
-            if all(is_there for is_there, _ in answers):
+            if all(is_equal for is_equal, _ in answers):
                 return False
             self._begin(sum(size for _, size in answers))
             return True
 
         size = tensors.bytes_to_write(self._pieces)
-        found = together(self.control, self.request, "begin", act, lambda is_there: [is_there, size], judge)
+        found = together(self.control, self.request, "begin", act, lambda is_equal: [is_equal, size], judge)
         self.is_begun = found.verdict
 
     def prepared(self) -> PreparedSave:
