@@ -53,8 +53,6 @@ class LoadedState:
 
     checkpoint: Checkpoint
     common: dict[str, Any]
-    random_is_exact: bool
-    skipped: tuple[SkippedFolder, ...] = ()
 
 
 def load(live: Live, path: Place, control: ControlGroup, options: LoadOptions) -> LoadedState:
@@ -89,7 +87,7 @@ def load_newest(live: Live, root: Place, control: ControlGroup, options: LoadOpt
             skipped.append(SkippedFolder(step, root / name, str(error)))
             continue
         _warn_of(skipped, checkpoint, control)
-        return replace(loaded, skipped=tuple(skipped))
+        return loaded
     if skipped:
         raise _none_left(root, skipped, options.unfinished)
     return None
@@ -151,7 +149,7 @@ def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, options: Lo
     if control.rank == 0:
         warn_of(plan, checkpoint)
     _restore_random(checkpoint, plan, control, has_loaders=bool(live.loaders))
-    return LoadedState(checkpoint, plan.common, plan.own is not None)
+    return LoadedState(checkpoint, plan.common)
 
 
 class _Agreement:
