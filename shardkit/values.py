@@ -37,7 +37,11 @@ class NotStorable(CheckpointError):
     """A value of a type that cannot be saved; the message names its path."""
 
 
-def encode(value: Any, path: str, store_tensor: StoreTensor) -> Any:
+def _stores_none(path: str, value: Any) -> None:
+    """The StoreTensor for values in which a tensor is not storable."""
+
+
+def encode(value: Any, path: str, store_tensor: StoreTensor = _stores_none) -> Any:
     """The value as JSON. Raises NotStorable with the path of the first part of an unsupported type."""
     if value is None or type(value) in (bool, int, str):
         return value

@@ -18,8 +18,8 @@ SAVED = sorted(path.parent.relative_to(GOLDEN).as_posix() for path in GOLDEN.rgl
 
 def load(path, strategy):
     live = prepared(strategy)
-    loaded = checkpoints.load(live, path)
-    return loaded.random_is_exact, random.random(), torch.rand(()).item(), checkpoints.digest_of(live)
+    checkpoints.load(live, path)
+    return random.random(), torch.rand(()).item(), checkpoints.digest_of(live)
 
 
 @pytest.mark.fault_row(39)
@@ -33,7 +33,7 @@ def test_a_checkpoint_of_every_release_loads(ranks, name):
     digest = checkpoints.digest_of(live)
     random.seed(5)
     torch.manual_seed(5)
-    assert ranks.run(2, load, GOLDEN / name, "fsdp") == [(True, random.random(), torch.rand(()).item(), digest)] * 2
+    assert ranks.run(2, load, GOLDEN / name, "fsdp") == [(random.random(), torch.rand(()).item(), digest)] * 2
 
 
 def test_there_are_golden_checkpoints_and_they_are_small():

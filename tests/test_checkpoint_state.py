@@ -29,12 +29,12 @@ def load_and_go_on(folder, strategy, with_dropout):
     live = checkpoints.build(strategy, seed=99)
     if not with_dropout:
         checkpoints.dropout_off(live)
-    loaded = checkpoints.load(live, folder)
+    checkpoints.load(live, folder)
     digest = checkpoints.digest_of(live)
     counter = live.objects["registered.0"].value
     assert counter["pair"] == (1, float("inf")) and counter["count"] == 2 and counter["weights"].tolist() == [0, 0, 0]
     assert live.models[0].state_dict()
-    return digest, checkpoints.train(live, 3, first=3), loaded.random_is_exact
+    return digest, checkpoints.train(live, 3, first=3)
 
 
 @pytest.mark.requirement("A5")
@@ -44,8 +44,7 @@ def load_and_go_on(folder, strategy, with_dropout):
 def test_on_the_same_ranks_the_run_goes_on_bit_equal(ranks, tmp_path, kind, strategy):
     saved = ranks.run(2, save_and_go_on, tmp_path / "c", kind, strategy, True)
     loaded = ranks.run(2, load_and_go_on, tmp_path / "c", strategy, True)
-    assert [item[:2] for item in loaded] == saved
-    assert all(exact for *_, exact in loaded)
+    assert loaded == saved
 
 
 PAIRS = [
@@ -66,11 +65,10 @@ PAIRS = [
 def test_on_other_ranks_and_strategies_everything_is_equal(ranks, tmp_path, saving, before, loading, after, kind):
     saved = ranks.run(saving, save_and_go_on, tmp_path / "c", kind, before, False)
     loaded = ranks.run(loading, load_and_go_on, tmp_path / "c", after, False)
-    assert {digest for digest, *_ in loaded} == {saved[0][0]}
+    assert {digest for digest, _ in loaded} == {saved[0][0]}
     mean = torch.tensor([losses for _, losses in saved]).mean(0)
-    again = torch.tensor([losses for _, losses, _ in loaded]).mean(0)
+    again = torch.tensor([losses for _, losses in loaded]).mean(0)
     torch.testing.assert_close(again, mean, rtol=1e-5, atol=1e-6)
-    assert not any(exact for *_, exact in loaded)
 
 
 def test_a_full_checkpoint_opens_with_plain_safetensors(ranks, tmp_path):

@@ -122,7 +122,7 @@ def test_a_project_with_another_checkpoint_in_it_is_listed_with_its_steps(projec
     root = copied(project, tmp_path)
     save(build("single"), tmp_path / "best", 1, "full")
     save(build("single"), root / "best", 1, "full")
-    monkeypatch.setattr(manifest, "is_here", refusing("closed", manifest.is_here))
+    monkeypatch.setattr(manifest, "exists", refusing("closed", manifest.exists))
     (root / "closed").mkdir()
     lines = called(capsys, "list", tmp_path).splitlines()
     assert lines[0] == f"{tmp_path}: 4 checkpoints" and [line.split()[-1] for line in lines[3:]] == ["best"] * 2

@@ -51,7 +51,7 @@ def power_sgd_after_a_load(folder: str) -> dict[str, Any]:
     """Weights after a loop that loads what it has saved, in the process that trained on and in a new Accelerator."""
     found: dict[str, Any] = {"told": []}
     config = config_of(comm_hook="power_sgd", power_sgd_start_step=2)
-    warning, loading.logger.warning = loading.logger.warning, lambda text, *values: found["told"].append(text % values)
+    warning, loading.log.warning = loading.log.warning, lambda text, *values: found["told"].append(text % values)
     try:
         for name in ("goes on", "new"):
             accelerator = Accelerator(config=config)
@@ -65,7 +65,7 @@ def power_sgd_after_a_load(folder: str) -> dict[str, Any]:
             train(accelerator, model, optimizer, loader)
             found[name] = weights_of(model)
     finally:
-        loading.logger.warning = warning
+        loading.log.warning = warning
     return found
 
 

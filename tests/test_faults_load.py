@@ -443,7 +443,7 @@ def test_a_run_whose_folder_was_deleted_does_not_save_into_that_of_another(tmp_p
     accelerator.save_state()
     root = tmp_path / "checkpoints"
     shutil.rmtree(root)
-    assert manifest.is_here(accelerator.save_state())  # nobody else uses it
+    assert manifest.exists(accelerator.save_state())  # nobody else uses it
     shutil.rmtree(root)
     ready, leave = forked.context.Event(), forked.context.Event()
     process = forked.context.Process(target=hold_lock, args=(root, ready, leave))
@@ -455,7 +455,7 @@ def test_a_run_whose_folder_was_deleted_does_not_save_into_that_of_another(tmp_p
     finally:
         process.kill()
         process.join()
-    assert manifest.is_here(accelerator.save_state())
+    assert manifest.exists(accelerator.save_state())
     accelerator.end_training()
 
 

@@ -183,24 +183,24 @@ def test_a_machine_that_was_suspended_reads_that_it_is_the_lost_one():
 def test_a_machine_that_counted_as_lost_does_not_come_back_into_the_attempt():
     """Else what its loss did to the ranks, which were ended for it, would be told as the cause."""
     store = stores.hosted("127.0.0.1", 0)
-    line = store_client.StoreClient(store, 0, 2, lost_s=30)
+    client = store_client.StoreClient(store, 0, 2, lost_s=30)
     for now, beat in ((0.0, "first"), (31.0, "first"), (32.0, "after it was suspended")):
         store.set("beat/1", beat)
-        line._beat(now)
-    assert line.lost() == store_client.unsealed(store.get("lost")) == [1]
+        client._beat(now)
+    assert client.lost() == store_client.unsealed(store.get("lost")) == [1]
 
 
 def test_machines_that_all_stood_still_are_not_lost():
     """As by `scontrol suspend`: the first one to go on must not count the time in which it stood still, too."""
     store = stores.hosted("127.0.0.1", 0)
-    line = store_client.StoreClient(store, 0, 2, lost_s=30)
+    client = store_client.StoreClient(store, 0, 2, lost_s=30)
     store.set("beat/1", "before")
-    line._beat(0.0)
-    line._rested(3600.0)
-    line._beat(3601.0)
-    assert line.lost() == []
-    line._beat(3632.0)
-    assert line.lost() == [1]
+    client._beat(0.0)
+    client._rested(3600.0)
+    client._beat(3601.0)
+    assert client.lost() == []
+    client._beat(3632.0)
+    assert client.lost() == [1]
 
 
 class Gone:
@@ -212,10 +212,10 @@ class Gone:
 
 @pytest.mark.parametrize(("rested_s", "lost"), [(0.1, [0]), (31.0, [1])])
 def test_where_machine_0_has_ended_a_machine_that_stood_still_is_the_lost_one(rested_s, lost):
-    line = store_client.StoreClient(Gone(), 1, 2, lost_s=30)
-    line._rested(rested_s)
-    line._run()
-    assert line.lost() == lost
+    client = store_client.StoreClient(Gone(), 1, 2, lost_s=30)
+    client._rested(rested_s)
+    client._run()
+    assert client.lost() == lost
 
 
 # while machines gather (lines 4 and 5)

@@ -301,8 +301,8 @@ def test_a_frozen_parameter_stays_frozen_and_may_be_trained_later():
 
 def offloaded_on_the_cpu(name: str) -> tuple[bool, Any]:
     """A loop on a model that FSDP offloads from the CPU to the CPU, and whether its gradients take turns."""
-    home, policy = parallelize._home, fsdp.CPUOffloadPolicy
-    parallelize._home = lambda *_: torch.device("cpu", 0)  # not the one without a number
+    home, policy = parallelize._device_of_shards, fsdp.CPUOffloadPolicy
+    parallelize._device_of_shards = lambda *_: torch.device("cpu", 0)  # not the one without a number
     fsdp.CPUOffloadPolicy = lambda pin_memory: policy(pin_memory=False)
     try:
         one = loops.LOOPS[name]
@@ -310,7 +310,7 @@ def offloaded_on_the_cpu(name: str) -> tuple[bool, Any]:
         torch.manual_seed(0)
         one.function(run)
     finally:
-        parallelize._home, fsdp.CPUOffloadPolicy = home, policy
+        parallelize._device_of_shards, fsdp.CPUOffloadPolicy = home, policy
     groups = fsdp_internals.groups_of_model(run.unwrap(run.models[0]))
     return all(isinstance(group._turns, offloaded_gradients.Turns) for group in groups), numbers(run)
 

@@ -455,7 +455,7 @@ def test_offloading_on_a_cpu_is_a_note(caplog, monkeypatch):
     monkeypatch.setattr(engine.log.parent, "propagate", True)
     config = config_for(1, fsdp_offload_params=True)
     with caplog.at_level("INFO"):
-        assert engine._home(config, process.start(config_for(1, 3))) == torch.device("cpu")
+        assert engine._device_of_shards(config, process.start(config_for(1, 3))) == torch.device("cpu")
     assert "no effect on the CPU: parameters and gradients are already in host memory" in caplog.text
 
 

@@ -413,7 +413,7 @@ def pickled() -> tuple[str, str, list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     pickled_parts.log.addHandler(handler)
-    pickled_parts._tell.cache_clear()
+    pickled_parts._warn_of_parts.cache_clear()
     torch.save(copy.deepcopy(model.state_dict()), io.BytesIO())
     torch.save(list(model.parameters()), file := io.BytesIO())
     pickled_parts.log.removeHandler(handler)

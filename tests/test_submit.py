@@ -547,7 +547,7 @@ def test_the_time_to_save_that_is_advised_is_more_than_the_one_that_is_too_short
 
     found = re.search(r"about (\d+) s", note_at(1))
     assert found is not None
-    assert note_at(int(found[1]) * sizing.SPARE / 120.5).endswith(
+    assert note_at(int(found[1]) * sizing.MARGIN / 120.5).endswith(
         "stop_timeout_s is 120; add --set shardkit.launch.stop_timeout_s=150."
     )
 

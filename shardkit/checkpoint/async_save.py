@@ -27,7 +27,7 @@ from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.log import get_logger
 from shardkit.storage.url import Url
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class AsyncSave:
         if self._thread is None:
             return
         if self._thread.is_alive():
-            logger.info("checkpoint: waiting for the save of %s", self._where)
+            log.info("checkpoint: waiting for the save of %s", self._where)
         self._thread.join()
         self._release_optimizers()
         atexit.unregister(self.last_words)
@@ -162,7 +162,7 @@ class AsyncSave:
             return
         self._thread.join()
         if self._problem is not None:
-            logger.error("%s", self._problem)
+            log.error("%s", self._problem)
 
 
 def _has_step_hooks(optimizer: Optimizer) -> bool:

@@ -25,7 +25,7 @@ from shardkit.log import get_logger
 from shardkit.storage.url import Place, Url
 from shardkit.wording import words
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 
 
 def commit(prepared: PreparedSave, written: list[dict[str, list[Any]]]) -> None:
@@ -85,12 +85,10 @@ def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> No
         if prepared.attempt is not None:
             in_store.tidy(prepared.attempt)
     except (CheckpointError, OSError) as error:
-        logger.warning(
-            "checkpoint: step %d is saved, but cleaning up failed: %s.", request.step, words(error).rstrip(".")
-        )
+        log.warning("checkpoint: step %d is saved, but cleaning up failed: %s.", request.step, words(error).rstrip("."))
     seconds = time.monotonic() - started
     size = sizes.in_words(record.bytes)
-    logger.info("checkpoint: step %d saved in %s (%s, %.1f s)", request.step, request.where, size, seconds)
+    log.info("checkpoint: step %d saved in %s (%s, %.1f s)", request.step, request.where, size, seconds)
 
 
 def _remove_replaced(old: Path, final: Path, save_id: str) -> None:
@@ -105,7 +103,7 @@ def _remove_replaced(old: Path, final: Path, save_id: str) -> None:
         return
     kept = final.with_name(f"{final.name}.replaced-{save_id[:8]}")
     os.rename(old, kept)
-    logger.warning(
+    log.warning(
         "checkpoint: the replaced checkpoint %s contained other files that the new one has, too (%s); it was renamed "
         "to %s.",
         final,

@@ -110,7 +110,7 @@ def _per_rank_state(files: Files, rank: int) -> dict[str, Any]:
             stored = files.header(name).get(f"{section_of(item['at'])}:{tensor}") if files.has(name) else None
             if stored is not None:
                 where, source = files.where(name), files.source(name)
-                digest = digests.of_ranges("xxh3", source, [(stored.begin, stored.bytes)], where)
+                digest = digests.of_range(source, stored.begin, stored.bytes, where)
                 data[tensor] = (stored.dtype, stored.shape, digest)
         found[item["label"]] = (item["value"], data)
     return found
@@ -125,7 +125,7 @@ def _other_files(a: Files, b: Files) -> list[str]:
 def _digests_of_additions(files: Files) -> dict[str, str]:
     """Of the files themselves, since the digests in two manifests may be of two kinds."""
     return {
-        name: digests.of_ranges("xxh3", files.source(name), [(0, file.bytes)], files.where(name))
+        name: digests.of_range(files.source(name), 0, file.bytes, files.where(name))
         for name, file in files.checkpoint.manifest.additions.items()
     }
 

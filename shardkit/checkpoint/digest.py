@@ -34,10 +34,10 @@ def of_bytes(name: str, data: bytes) -> str:
     return digest.hexdigest()
 
 
-def of_ranges(name: str, source: disk.Source, ranges: Iterable[tuple[int, int]], where: str) -> str:
-    """The digest of (offset, length) ranges of a file, one after another."""
-    digest = new(name)
-    feed(digest, source, ranges, where, scratch(source))
+def of_range(source: disk.Source, offset: int, length: int, where: str) -> str:
+    """The xxh3 digest of a part of a file."""
+    digest = new("xxh3")
+    feed(digest, source, [(offset, length)], where, scratch(source))
     return digest.hexdigest()
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from shardkit import sizes
 from shardkit.errors import CheckpointCorrupted
 from shardkit.storage import objects
 from shardkit.storage.url import Place, Url
@@ -172,9 +173,11 @@ def reading(folder: Path, name: str, at: int | None = None) -> Iterator[int]:
             os.close(opened)
 
 
-def is_there(path: Path) -> bool:
-    """Whether a file or folder exists. OSError where the disk does not tell, which Path.exists() hides from Python 3.14
-    on: a checkpoint that cannot be looked at is not the same as none."""
+def is_there(path: Place) -> bool:
+    """Whether a file or folder exists; in a store, anything below this name. OSError where the disk does not tell,
+    which Path.exists() hides from Python 3.14 on: a checkpoint that cannot be looked at is not the same as none."""
+    if isinstance(path, Url):
+        return objects.is_there(path)
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -295,6 +298,14 @@ def _exchange_at_once(first: Path, second: Path) -> bool:
         return False
     at_fdcwd, rename_exchange = -100, 2  # linux/fcntl.h and linux/fs.h
     return swap(at_fdcwd, os.fsencode(first), at_fdcwd, os.fsencode(second), rename_exchange) == 0
+
+
+def lack_of_space(folder: Path, needed: int) -> str | None:
+    """What is wrong where the folder's file system has fewer free bytes than needed; None where it has as many."""
+    free = free_bytes(folder)
+    if free >= needed:
+        return None
+    return f"No space left on device: need {sizes.in_words(needed)}, {sizes.in_words(free)} free"
 
 
 def free_bytes(path: Path) -> int:

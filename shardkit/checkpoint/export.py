@@ -167,7 +167,8 @@ def begin(folder: Path, files: list[ExportFile], stem: str = "model") -> Opened:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         clean_debris(folder)
-        _refuse_without_room(folder, total_bytes(files))
+        if lack := disk.lack_of_space(folder, total_bytes(files)):
+            raise CheckpointSaveError(f"{folder}: {lack}; free some space, or give a folder on another disk.")
         _make_files(opened)
     except BaseException:
         discard(opened)
@@ -193,13 +194,6 @@ def _make_files(opened: Opened) -> None:
     (opened.temporary / PROBE).touch()
     if len(opened.files) > 1:
         disk.write_new(opened.temporary / index_name(opened.stem), index_of(opened.files))
-
-
-def _refuse_without_room(folder: Path, needed: int) -> None:
-    free = disk.free_bytes(folder)
-    if free < needed:
-        text = f"No space left on device: need {sizes.in_words(needed)}, {sizes.in_words(free)} free"
-        raise CheckpointSaveError(f"{folder}: {text}; free some space, or give a folder on another disk.")
 
 
 def publish(opened: Opened) -> None:

@@ -17,7 +17,7 @@ from shardkit.log import get_logger
 from shardkit.storage.url import Place
 from shardkit.wording import first_few
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 
 
 class WriteConfigs(Protocol):
@@ -51,7 +51,7 @@ def parts_of(model: nn.Module, folder: Place) -> list[Part]:
         return [_adapter(inner, name, folder) for name in inner.peft_config]
     found, others = state.model_state(model)
     if others:
-        logger.warning("save_model: extra state that is no tensor is not exported: %s.", first_few(others, 5))
+        log.warning("save_model: extra state that is no tensor is not exported: %s.", first_few(others, 5))
     ties = state.tied_names(model, found)
     whole = {name: tensor for name, tensor in found.items() if name not in ties}
     buffers = {clean_name(name) for name, _ in inner.named_buffers()}
@@ -87,7 +87,7 @@ def _warn_of_left_out(model: nn.Module, chosen: Mapping[str, torch.Tensor]) -> N
     names = [clean_name(name) for name, p in trained.items() if local_part(p).data_ptr() not in saved]
     names = [name for name in names if not any(mark in name for mark in ("lora_", "prompt_encoder", "modules_to_save"))]
     if names:
-        logger.warning(
+        log.warning(
             "save_model: trained parameters that are not part of an adapter are not saved: %s; add their modules to "
             "modules_to_save of the peft configuration.",
             ", ".join(names[:5]),
@@ -109,7 +109,7 @@ def _write_model_config(model: Any, folder: Path, dtype: torch.dtype | None) -> 
         if hasattr(generation, "save_pretrained"):
             generation.save_pretrained(folder)
     except Exception as error:  # an error in another library must not prevent saving the weights
-        logger.warning("save_model: %s: the model's configuration was not written (%s).", folder.parent, error)
+        log.warning("save_model: %s: the model's configuration was not written (%s).", folder.parent, error)
 
 
 def _write_adapter_config(model: Any, adapter: str, folder: Path, dtype: torch.dtype | None) -> None:

@@ -7,6 +7,7 @@ step-00000120/           a committed checkpoint: it gets this name by one rename
 .trash-<id>/             a folder that is being deleted
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -32,7 +33,7 @@ _OLD = ".old-"
 # Where the file system has no locks, a folder in which nothing was created for so long belongs to a dead process.
 _DEAD_AFTER_S = 24 * 3600.0
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 PlaceKind = TypeVar("PlaceKind", Path, Url)
 
 
@@ -76,6 +77,11 @@ def steps(root: Place) -> list[FoundCheckpoint]:
         raise unreadable(root, error) from error
     found = [FoundCheckpoint(int(match[1]), path) for path in paths if (match := STEP.fullmatch(path.name))]
     return sorted(found, key=lambda item: item.step, reverse=True)
+
+
+def taken(place: Place, reason: str) -> FileExistsError:
+    """The error of a save whose place may not be replaced."""
+    return FileExistsError(errno.EEXIST, reason, str(place))
 
 
 def unreadable(place: Place, error: OSError) -> CheckpointError:
@@ -127,7 +133,7 @@ def _in_store(root: Url) -> list[Url]:
     listed name is checked, and so is the name in LATEST."""
     listed = {name for name in objects.names(root) if STEP.fullmatch(name)}
     latest = read_latest(root)
-    return [root / name for name in listed | ({latest} if latest else set()) if manifest.is_here(root / name)]
+    return [root / name for name in listed | ({latest} if latest else set()) if manifest.exists(root / name)]
 
 
 def named_otherwise(root: Place) -> list[Place]:
@@ -142,7 +148,7 @@ def named_otherwise(root: Place) -> list[Place]:
         if path.name.startswith(".") or STEP.fullmatch(path.name):
             continue
         try:
-            if manifest.is_here(path):
+            if manifest.exists(path):
                 found.append((manifest.read(path).created_utc, path.name, path))
         except CheckpointError:
             if not manifest.is_of_another_program(path):
@@ -294,7 +300,7 @@ def debris(root: Path, name: str | None = None) -> list[Path]:
         except FileNotFoundError:  # another process has deleted it meanwhile
             continue
         except OSError as error:
-            logger.warning("checkpoint: %s: leftover of a killed save, cannot be read (%s).", path, error)
+            log.warning("checkpoint: %s: leftover of a killed save, cannot be read (%s).", path, error)
     return found
 
 
@@ -306,7 +312,7 @@ def clean_debris(root: Path, name: str | None = None) -> list[Path]:
             shutil.rmtree(path)
             removed.append(path)
         except OSError as error:
-            logger.warning("checkpoint: %s: leftover of a killed save, cannot be deleted (%s).", path, error)
+            log.warning("checkpoint: %s: leftover of a killed save, cannot be deleted (%s).", path, error)
     return removed
 
 

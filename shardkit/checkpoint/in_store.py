@@ -36,7 +36,7 @@ SAVE_LIMIT_S = 12 * 3600.0
 DEAD_AFTER_S = 24 * 3600.0
 _MARK = re.compile(r"\.tmp-(?P<name>.+)-(?P<save_id>[0-9a-f]{32})")
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass
@@ -80,7 +80,7 @@ def begin(request: "SaveRequest") -> StoreSave:
 
 @lru_cache(maxsize=16)
 def _warn_of_no_condition(root: Url) -> None:
-    logger.warning(
+    log.warning(
         "checkpoint: %s: %s:// does not support conditional writes; if two runs save the same step at the same time, "
         "one overwrites the other unnoticed. Use this folder for one run only.",
         root,
@@ -90,16 +90,16 @@ def _warn_of_no_condition(root: Url) -> None:
 
 def _refuse_taken(request: "SaveRequest", final: Url, before: Seen | None) -> None:
     if before is not None and manifest.is_of_another_program(final):
-        raise FileExistsError(17, f"{manifest.NAME} of another program is there; use another name", str(final))
+        raise folder.taken(final, f"{manifest.NAME} of another program is there; use another name")
     if before is not None and not request.replace:
-        raise FileExistsError(17, "a checkpoint with this name exists, and checkpoints are not overwritten", str(final))
+        raise folder.taken(final, "a checkpoint with this name exists, and checkpoints are not overwritten")
     if before is None:
         others = [name for name in objects.names(final) if not manifest.DATA.fullmatch(name)]
         if others:
             advice = "use another name, or write those after the save"
-            raise FileExistsError(17, f"contains other objects ({others[0]}); {advice}", str(final))
+            raise folder.taken(final, f"contains other objects ({others[0]}); {advice}")
         if objects.look(final) is not None:
-            raise FileExistsError(17, "an object with this name exists; use another name", str(final))
+            raise folder.taken(final, "an object with this name exists; use another name")
 
 
 def _replaced(final: Url) -> Url | None:
@@ -111,7 +111,7 @@ def _replaced(final: Url) -> Url | None:
 
 def _files_there(final: Url) -> Url | None:
     """The prefix of the files of the checkpoint with this name; None if there is no checkpoint or no prefix."""
-    data = manifest.read(final).data if manifest.is_here(final) else None
+    data = manifest.read(final).data if manifest.exists(final) else None
     return None if data is None else final / data
 
 
@@ -153,7 +153,7 @@ def abandon(attempt: StoreSave, is_everybody_done: bool) -> None:
     """Delete the files of a failed save. If a rank may still be writing, the mark stays, and a later save deletes the
     rest."""
     if attempt.is_unknown:
-        logger.warning(
+        log.warning(
             "checkpoint: %s: the files of the failed save are kept, since it is unknown whether it is committed.",
             attempt.final,
         )
@@ -163,7 +163,7 @@ def abandon(attempt: StoreSave, is_everybody_done: bool) -> None:
         if is_everybody_done:
             objects.remove(attempt.mark)
     except OSError as error:
-        logger.warning("checkpoint: files of a failed save could not be deleted (%s); a later save retries.", error)
+        log.warning("checkpoint: files of a failed save could not be deleted (%s); a later save retries.", error)
 
 
 def wait_until_marked(final: Url, save_id: str, wait_s: float) -> None:
@@ -193,7 +193,7 @@ def dead(root: Url, name: str | None, now: Url) -> list[tuple[Url, Url]]:
         try:
             age_s = (objects.modified(now) - objects.modified(root / listed)).total_seconds()
         except OSError as error:
-            logger.debug("checkpoint: %s: its age is unknown (%s).", root / listed, error)
+            log.debug("checkpoint: %s: its age is unknown (%s).", root / listed, error)
             continue
         if age_s > DEAD_AFTER_S:
             found.append((root / listed, files_of(root / match["name"], match["save_id"])))
@@ -221,7 +221,7 @@ def collect(root: Url, name: str | None, now: Url) -> list[Url]:
                 removed.append(files)
             objects.remove(mark)
     except (CheckpointError, OSError) as error:
-        logger.warning("checkpoint: files of dead saves could not be deleted (%s); a later save retries.", error)
+        log.warning("checkpoint: files of dead saves could not be deleted (%s); a later save retries.", error)
     return removed
 
 

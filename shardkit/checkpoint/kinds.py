@@ -158,16 +158,12 @@ def _arguments(item: Any) -> set[str]:
 def _changed(key: str, saved: Any, own: Any) -> list[str]:
     """A line with both values, if they are plain and differ."""
     try:
-        now = values.encode(own, key, _no_tensor)
+        now = values.encode(own, key)
     except values.NotStorable:
         return []
     if now == saved or any(True for _ in values.tensors_in(saved)) or isinstance(own, torch.Tensor):
         return []
     return [f"{key} {_in_words(values.decode(saved, str))}, not {_in_words(own)}"]
-
-
-def _no_tensor(path: str, value: Any) -> str | None:
-    return None
 
 
 def _in_words(value: Any) -> str:

@@ -24,7 +24,7 @@ from shardkit.log import get_logger
 from shardkit.storage.url import Place
 from shardkit.wording import first_few
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 
 # A run may change its precision between a save and a load: the loss scale is then not loaded, or starts at its default.
 OPTIONAL = ("scaler",)
@@ -134,16 +134,16 @@ def _check_random(state: dict[str, Any], checkpoint: Checkpoint, rank: int) -> N
 def warn_of(plan: Plan, checkpoint: Checkpoint) -> None:
     """Log which parts of the state are not what was saved. For one rank, after the load."""
     if plan.of_rank_0:
-        logger.warning(
+        log.warning(
             "checkpoint: %s: each rank saved a different value; since the number of ranks has changed, all ranks load "
             "that of rank 0.",
             first_few(plan.of_rank_0, 5),
         )
     for note in plan.notes:
-        logger.warning("checkpoint: %s.", note)
+        log.warning("checkpoint: %s.", note)
     if plan.differences:
         lines = "".join(f"\n  {one.text}" for one in plan.differences)
-        logger.warning("checkpoint: %s: loaded with strict=False, without what differs:%s", checkpoint.path, lines)
+        log.warning("checkpoint: %s: loaded with strict=False, without what differs:%s", checkpoint.path, lines)
 
 
 def _parameters(live: Live, names: dict[int, str]) -> dict[str, torch.Tensor]:

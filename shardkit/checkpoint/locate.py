@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shardkit.checkpoint import folder, manifest
+from shardkit.checkpoint import disk, folder, manifest
 from shardkit.checkpoint.verify import Checkpoint, open_checkpoint
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
@@ -14,7 +14,7 @@ from shardkit.storage.url import Place, Url
 # The folder in a project in which Accelerator(project_config=...) saves step folders.
 SERIES = "checkpoints"
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 
 
 def series(path: Place) -> Place:
@@ -49,7 +49,7 @@ def _none_at(path: Place, others: list[Place]) -> CheckpointError:
     """Why a path is not a folder of step folders; `others` are the checkpoints in it that are not named by step."""
     if _is_checkpoint(path):
         what = "is a single checkpoint; give the folder that contains the checkpoints of a run"
-    elif not manifest.is_there(path):
+    elif not disk.is_there(path):
         what = "no such folder; give a project folder or a folder of checkpoints"
     elif around := _checkpoint_around(path):
         what = f"is part of the checkpoint {around}; give that folder"
@@ -114,7 +114,7 @@ def checkpoint(path: Place) -> Checkpoint:
         for newer in skipped:
             if not isinstance(newer.path, Url) and not os.path.lexists(newer.path):
                 continue  # a run has deleted it meanwhile
-            logger.warning("checkpoint: skipped step %d (%s); step %d is used.", newer.step, newer.reason, found.step)
+            log.warning("checkpoint: skipped step %d (%s); step %d is used.", newer.step, newer.reason, found.step)
         return open_checkpoint(found.path)
 
 
@@ -135,7 +135,7 @@ def checkpoints(path: Place) -> list[Place]:
 def refusal_of_place(path: Place) -> str | None:
     """Why a path from which one state is to be loaded is none: a folder of checkpoints, the project folder around it,
     or a part of a checkpoint; None for any other."""
-    if manifest.is_here(path):
+    if manifest.exists(path):
         return None
     if around := _checkpoint_around(path):
         return f"a part of a checkpoint; name the checkpoint, {around}"

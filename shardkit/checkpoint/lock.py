@@ -21,7 +21,7 @@ PRUNE = "shardkit checkpoint prune"
 """The `run_id` of a prune."""
 _LOOK_EVERY_S = 0.1
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass
@@ -153,7 +153,7 @@ def _wait_for_prune(root: Path, descriptor: int, seconds: float, meanwhile: Call
     is_told = False
     while not _is_locked(descriptor) and _holder(descriptor).get("run_id") == PRUNE and time.monotonic() < until:
         if not is_told:
-            logger.info("checkpoint: %s: waits for %s, %.0f s at most.", root, _who(_holder(descriptor)), seconds)
+            log.info("checkpoint: %s: waits for %s, %.0f s at most.", root, _who(_holder(descriptor)), seconds)
             is_told = True
         meanwhile()
         time.sleep(_LOOK_EVERY_S)
@@ -163,7 +163,7 @@ def _lock(root: Path, descriptor: int, run_id: str, advice: str) -> None:
     try:
         is_taken = _take(descriptor)
     except OSError as error:
-        logger.warning(
+        log.warning(
             "checkpoint: %s: the file system does not support locks (%s); a second run in the folder is not detected.",
             root,
             error,
@@ -174,9 +174,7 @@ def _lock(root: Path, descriptor: int, run_id: str, advice: str) -> None:
         who = f"{_who(before)} {'prunes' if before.get('run_id') == PRUNE else 'saves into'}"
         raise CheckpointSaveError(f"checkpoint: {root}: {who} this folder; {advice}.")
     if before and before.get("run_id") != run_id:
-        logger.warning(
-            "checkpoint: %s: %s ended without releasing its lock; this run takes it over.", root, _who(before)
-        )
+        log.warning("checkpoint: %s: %s ended without releasing its lock; this run takes it over.", root, _who(before))
     with contextlib.suppress(OSError):  # on a full disk only the name of the holder is lost: prune makes room there
         _write(descriptor, {"run_id": run_id, "host": socket.gethostname(), "pid": os.getpid()})
 

@@ -125,12 +125,12 @@ def self_digest(folder: Place) -> str:
 
 def read(folder: Place) -> Manifest:
     """The manifest of a checkpoint. Raises CheckpointError with the reason if it is missing or invalid."""
-    if isinstance(folder, Path) and not is_here(folder):
+    if isinstance(folder, Path) and not exists(folder):
         raise _missing(folder)
     try:
         text = disk.read_small(folder, NAME)
     except CheckpointCorrupted:
-        if is_here(folder):
+        if exists(folder):
             raise
         raise _missing(folder) from None
     return from_bytes(text, str(folder / NAME))
@@ -150,7 +150,7 @@ def is_to_convert(folder: Place) -> bool:
 
 
 def _missing(folder: Place) -> CheckpointError:
-    if not is_there(folder):
+    if not disk.is_there(folder):
         return CheckpointError(f"{folder}: no such folder; give the folder of a checkpoint.")
     if isinstance(folder, Path) and folder.is_file():
         return CheckpointError(f"{folder}: is a file; give the folder of a checkpoint.")
@@ -161,19 +161,14 @@ def _missing(folder: Place) -> CheckpointError:
     )
 
 
-def is_there(path: Place) -> bool:
-    """Whether there is anything at a path. OSError where the disk or the store does not tell."""
-    return objects.is_there(path) if isinstance(path, Url) else disk.is_there(path)
-
-
-def is_here(folder: Place) -> bool:
+def exists(folder: Place) -> bool:
     """Whether there is a manifest."""
     return objects.look(folder / NAME) is not None if isinstance(folder, Url) else disk.is_there(folder / NAME)
 
 
 def is_checkpoint(folder: Place) -> bool:
     """Whether there is a manifest of shardkit, which may be damaged."""
-    return is_here(folder) and not is_of_another_program(folder)
+    return exists(folder) and not is_of_another_program(folder)
 
 
 def is_of_another_program(folder: Place) -> bool:

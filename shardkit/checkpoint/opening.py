@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardkit import sizes
 from shardkit.checkpoint import (
     additions,
     disk,
@@ -27,7 +26,7 @@ from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint.attempt import report, together
 from shardkit.checkpoint.commit import is_taken
 from shardkit.checkpoint.layout import Box, Chunk, Index
-from shardkit.checkpoint.put import begin_full_file, is_there
+from shardkit.checkpoint.put import begin_full_file, is_written
 from shardkit.checkpoint.save_request import Pieces, PreparedSave, SaveRequest
 from shardkit.checkpoint.state import Captured
 from shardkit.distributed.control import ControlGroup
@@ -104,16 +103,16 @@ class Opening:
         """Begin the save, unless the existing checkpoint already has the same contents."""
 
         def act() -> bool:
-            return self.request.unless_equal and is_there(self.prepared(), self.control)
+            return self.request.unless_equal and is_written(self.prepared(), self.control)
 
         def judge(answers: list[Any]) -> bool:
-            if all(is_there for is_there, _ in answers):
+            if all(is_equal for is_equal, _ in answers):
                 return False
             self._begin(sum(size for _, size in answers))
             return True
 
         size = tensors.bytes_to_write(self._pieces)
-        found = together(self.control, self.request, "begin", act, lambda is_there: [is_there, size], judge)
+        found = together(self.control, self.request, "begin", act, lambda is_equal: [is_equal, size], judge)
         self.is_begun = found.verdict
 
     def prepared(self) -> PreparedSave:
@@ -127,7 +126,7 @@ class Opening:
     def discard(self) -> None:
         """Remove everything that the save has created."""
         if self._hold is not None:
-            let_go(self._hold)
+            os.close(self._hold)
             shutil.rmtree(str(files_of(self.request)), ignore_errors=True)
         if self._attempt is not None:
             in_store.abandon(self._attempt, is_everybody_done=True)
@@ -231,12 +230,8 @@ def _different_tensors(given: list[dict[str, str]], hosts: list[str]) -> list[st
 
 def _check_free_space(final: Path, needed: int) -> None:
     """Raises CheckpointError if the disk has less free space than needed."""
-    free = disk.free_bytes(final.parent)
-    needed = needed + needed // 20 + MARGIN_BYTES
-    if free < needed:
-        raise CheckpointError(
-            f"No space left on device: need {sizes.in_words(needed)}, {sizes.in_words(free)} free in {final.parent}"
-        )
+    if lack := disk.lack_of_space(final.parent, needed + needed // 20 + MARGIN_BYTES):
+        raise CheckpointError(f"{lack} in {final.parent}; free some space, or save to another disk")
 
 
 def files_of(request: SaveRequest) -> Place:
@@ -261,12 +256,12 @@ def _refuse_taken(request: SaveRequest, final: Path) -> None:
     if not is_taken(final):
         return
     if not request.replace:
-        raise FileExistsError(17, "a checkpoint with this name exists, and checkpoints are not overwritten", str(final))
+        raise folder.taken(final, "a checkpoint with this name exists, and checkpoints are not overwritten")
     if not manifest.is_checkpoint(final):
         if final.is_dir():
             advice = "use another name, or write those files after the save"
-            raise FileExistsError(17, f"a folder with other files in it; {advice}", str(final))
-        raise FileExistsError(17, "a file; use another name", str(final))
+            raise folder.taken(final, f"a folder with other files in it; {advice}")
+        raise folder.taken(final, "a file; use another name")
 
 
 def fingerprints(captured: Captured) -> dict[str, str]:
@@ -284,8 +279,3 @@ def fingerprints(captured: Captured) -> dict[str, str]:
         shared = [value["kind"], value["world_size"], entries, value["aliases"].get(section)]
         found[section] = digests.of_bytes("xxh3", disk.to_json(shared))
     return found
-
-
-def let_go(hold: int | None) -> None:
-    if hold is not None:
-        os.close(hold)

@@ -26,7 +26,7 @@ from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
 from shardkit.values import ParameterName
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 
 # Settings of the implementation, and the names that belong to `params`: no state, so a load keeps those of the run.
 RUN_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
@@ -184,7 +184,7 @@ def restore(
     missing = [key for key in expected if key not in state.get("extra", {})]
     is_other_form = now is not None and now.is_whole != state.get("is_whole", False)
     if missing or is_other_form:  # saved by a shardkit that did not call state_dict(), or left out inner optimizers
-        logger.warning(
+        log.warning(
             "checkpoint: %s: the checkpoint has no %s of this optimizer; it stays unchanged.",
             section,
             ", ".join(missing) or "state_dict()",

@@ -43,7 +43,7 @@ def real(place: Place) -> Place:
     return place if isinstance(place, Url) else place.resolve()
 
 
-def refuse_working_folder(path: Path, caller: str, given: Any) -> None:
+def refuse_working_folder(path: Path, given: Any) -> None:
     """Raises UsageError if the folder is the working folder or a parent of it, since a save replaces its folder."""
     try:
         here = Path(os.path.realpath(os.getcwd()))
@@ -52,6 +52,6 @@ def refuse_working_folder(path: Path, caller: str, given: Any) -> None:
     if path == here or path in here.parents:
         what = "is the working folder" if path == here else f"contains the working folder {here}"
         raise UsageError(
-            f"{caller}: {given}: {what}, and a save would replace the whole folder; "
+            f"save_state: {given}: {what}, and a save would replace the whole folder; "
             f"give a folder below it, such as {Path(given) / 'checkpoint'}."
         )

@@ -24,7 +24,8 @@ from shardkit.checkpoint.state import Captured, Item, fqn_at, put
 from shardkit.checkpoint.verify import Checkpoint
 from shardkit.wording import first_few
 
-Place = Sequence[str | int]
+ItemPlace = Sequence[str | int]
+"""As `Item.at`."""
 # Larger tensors that should be equal on all ranks are compared by a sample of so many bytes.
 SAMPLE_BYTES = 8 << 10
 
@@ -90,16 +91,16 @@ def keep(captured: Captured, places: Iterable[str]) -> None:
         captured.own["apart"] = own
 
 
-def _place_of_all(at: Place) -> Place:
+def _place_of_all(at: ItemPlace) -> ItemPlace:
     """The place of an item; for optimizer state of a parameter, one place for its key in all parameters."""
     return at if fqn_at(at) is None else [*at[:3], "*", *at[4:]]
 
 
-def _text(place: Place) -> str:
+def _text(place: ItemPlace) -> str:
     return disk.to_json(list(place)).decode()
 
 
-def _take(tree: Any, at: Place) -> None:
+def _take(tree: Any, at: ItemPlace) -> None:
     """Remove the value at a place; a group's settings become empty."""
     for key in at[:-1]:
         if isinstance(tree, dict) and key not in tree:
@@ -169,7 +170,7 @@ def shared(
     return found
 
 
-def _is_of_no_part(at: Place) -> bool:
+def _is_of_no_part(at: ItemPlace) -> bool:
     """Whether the item does not depend on how a parameter is sharded: an object's state, or a group's settings."""
     return at[0] == "objects" or list(at[2:3]) == ["groups"]
 

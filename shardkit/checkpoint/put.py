@@ -63,7 +63,7 @@ def write_all(prepared: PreparedSave, control: ControlGroup) -> dict[str, list[A
     return written
 
 
-def is_there(prepared: PreparedSave, control: ControlGroup) -> bool:
+def is_written(prepared: PreparedSave, control: ControlGroup) -> bool:
     """Whether the existing checkpoint with this name contains exactly what this rank would write."""
     request = prepared.request
     try:

@@ -44,7 +44,7 @@ from shardkit.log import get_logger
 from shardkit.storage.url import Place
 from shardkit.wording import counted
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,6 @@ class LoadedState:
 
     checkpoint: Checkpoint
     common: dict[str, Any]
-    random_is_exact: bool
-    skipped: tuple[SkippedFolder, ...] = ()
 
 
 def load(live: Live, path: Place, control: ControlGroup, options: LoadOptions) -> LoadedState:
@@ -89,7 +87,7 @@ def load_newest(live: Live, root: Place, control: ControlGroup, options: LoadOpt
             skipped.append(SkippedFolder(step, root / name, str(error)))
             continue
         _warn_of(skipped, checkpoint, control)
-        return replace(loaded, skipped=tuple(skipped))
+        return loaded
     if skipped:
         raise _none_left(root, skipped, options.unfinished)
     return None
@@ -113,11 +111,11 @@ def _warn_of(skipped: list[SkippedFolder], checkpoint: Checkpoint, control: Cont
     for item in skipped:
         again = max(0, item.step - step)
         lost = f"resuming at step {step}, {counted(again, 'step is', 'steps are')} repeated"
-        logger.warning("checkpoint: skipped step %d (%s); %s.", item.step, item.reason, lost)
+        log.warning("checkpoint: skipped step %d (%s); %s.", item.step, item.reason, lost)
     with suppress(CheckpointError):  # the state is loaded: an error on rank 0 alone would leave the others waiting
         above = {found.step for found in folder.steps(checkpoint.path.parent) if found.step > step}
         if stale := sorted(above - {item.step for item in skipped}):
-            logger.warning(
+            log.warning(
                 "checkpoint: resuming at step %d, which was saved after the checkpoints of the higher steps %s.",
                 step,
                 ", ".join(map(str, stale[:5])),
@@ -151,7 +149,7 @@ def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, options: Lo
     if control.rank == 0:
         warn_of(plan, checkpoint)
     _restore_random(checkpoint, plan, control, has_loaders=bool(live.loaders))
-    return LoadedState(checkpoint, plan.common, plan.own is not None)
+    return LoadedState(checkpoint, plan.common)
 
 
 class _Agreement:
@@ -370,7 +368,7 @@ def _restore_random(checkpoint: Checkpoint, plan: Plan, control: ControlGroup, h
         return
     random_state.derive_together(plan.common["seed"], checkpoint.manifest.step, control)
     if control.rank == 0:
-        logger.warning(
+        log.warning(
             "checkpoint: saved by %s, loading on %d: %s are restored exactly; random generators are seeded from "
             "(seed, step, rank), alike on all ranks where they were.",
             counted(checkpoint.manifest.world_size, "rank"),

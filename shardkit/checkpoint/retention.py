@@ -16,7 +16,7 @@ PIN = "PIN"  # a file `step-00000120.PIN` next to a checkpoint protects it from 
 # More than a folder has: a cache that is smaller than what is read in the same order each time never has the next one.
 _CACHED = 1 << 17
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 
 
 def _pins_of(path: Place) -> tuple[Place, Place]:
@@ -37,7 +37,7 @@ def pin(path: Place) -> None:
     was faster."""
     file, _ = _pins_of(path)
     objects.put(file, b"{}") if isinstance(file, Url) else file.touch()
-    if not manifest.is_here(path):
+    if not manifest.exists(path):
         unpin(path)
         raise CheckpointError(f"{path}: was deleted before it was pinned; pin another one.")
 
@@ -145,7 +145,7 @@ def delete(going: Iterable[FoundCheckpoint]) -> list[Place]:
                 folder.remove(found.path)
             removed.append(found.path)
         except (CheckpointError, OSError) as error:
-            logger.warning("checkpoint: %s: cannot be deleted (%s); delete it manually.", found.path, error)
+            log.warning("checkpoint: %s: cannot be deleted (%s); delete it manually.", found.path, error)
     return removed
 
 

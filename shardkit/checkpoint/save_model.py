@@ -30,7 +30,7 @@ from shardkit.log import get_logger
 from shardkit.storage.url import Place, Url
 from shardkit.wording import counted
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 
 # Without `dtype`, 16-bit floats are saved in fp32. fp64, integers and 8-bit floats keep their dtype.
 _WIDENED = {torch.float16, torch.bfloat16, torch.float32}
@@ -83,7 +83,7 @@ def _save_files(
     else:
         _onto_disk(part, part.folder, index, files, write_configs, control)
     size = sizes.in_words(export.total_bytes(files))
-    logger.info("model saved in %s (%s, %s)", part.folder, size, counted(len(files), "file"))
+    log.info("model saved in %s (%s, %s)", part.folder, size, counted(len(files), "file"))
     return drift
 
 

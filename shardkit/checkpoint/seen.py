@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardkit.checkpoint import folder, manifest
+from shardkit.checkpoint import disk, folder, manifest
 from shardkit.checkpoint.verify import Checkpoint, open_checkpoint
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import CheckpointError, CheckpointMissing, CheckpointUnreachable
@@ -70,7 +70,7 @@ def _kind_of(error: Exception, path: Place) -> str | None:
     if isinstance(error, OSError):
         return _UNREACHABLE if isinstance(path, Url) else None
     with suppress(OSError):
-        return None if manifest.is_there(path) else _MISSING
+        return None if disk.is_there(path) else _MISSING
     return None
 
 

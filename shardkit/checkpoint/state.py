@@ -230,17 +230,13 @@ def capture(live: Live, kind: Kind, rank: int, world_size: int) -> Captured:
     states = taken.extra_states | {name: item.state_dict() for name, item in live.objects.items()}
     for name, value in states.items():
         taken.add(name, ("objects", name), value, "objects", name, Mesh((1,)))
-    loaders = {name: values.encode(it.state_dict(), name, _no_tensor) for name, it in live.loaders.items()}
+    loaders = {name: values.encode(it.state_dict(), name) for name, it in live.loaders.items()}
     taken.index.sort()
     seed = live.seed if live.seed is not None else torch.initial_seed()
     classes = {"classes": found} if (found := live.classes()) else {}
     common = {**taken.common, "loaders": loaders, "seed": seed, **classes}
     own = {"loaders": loaders, "rng": random_state.capture(rank), **classes}
     return Captured(taken.index, taken.tensors, common, own, taken.items, {}, taken.buffers, taken.weights)
-
-
-def _no_tensor(path: str, value: Any) -> str | None:
-    return None
 
 
 class _Capture:

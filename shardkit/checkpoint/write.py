@@ -10,6 +10,7 @@ This takes two agreements; two more if state differs between ranks, three if wei
 Existing checkpoints are never modified: files are written into a temporary folder until it is complete.
 """
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from shardkit.checkpoint import faults, in_store, put
 from shardkit.checkpoint.attempt import together
 from shardkit.checkpoint.commit import after_commit, commit
 from shardkit.checkpoint.layout import Kind
-from shardkit.checkpoint.opening import Opening, let_go
+from shardkit.checkpoint.opening import Opening
 from shardkit.checkpoint.save_request import PreparedSave, SaveRequest
 from shardkit.checkpoint.state import Captured, Live, capture
 from shardkit.distributed.control import ControlGroup, LostRank
@@ -74,7 +75,8 @@ def finish(prepared: PreparedSave, control: ControlGroup) -> Place:
         is_everybody_done = not isinstance(error.__cause__, LostRank)
         raise
     finally:
-        let_go(prepared.hold)
+        if prepared.hold is not None:
+            os.close(prepared.hold)
         if request.staging is not None:
             request.staging.discard()
         if prepared.record is not None:

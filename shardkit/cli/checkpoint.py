@@ -113,7 +113,7 @@ def _is_gone(found: Place, given: Place) -> bool:
     from shardkit.checkpoint import manifest
 
     try:
-        return found != given and not (manifest.is_here(found) if isinstance(found, Url) else os.path.lexists(found))
+        return found != given and not (manifest.exists(found) if isinstance(found, Url) else os.path.lexists(found))
     except OSError:
         return False
 

@@ -15,6 +15,7 @@ from shardkit.compat.kinds import CustomDtype
 from shardkit.distributed import accelerators
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
+from shardkit.runtime.summary import tied_groups
 from shardkit.sharding import init, weight_files
 from shardkit.wording import first_few
 
@@ -224,10 +225,7 @@ def get_balanced_memory(
 
 def find_tied_parameters(model: nn.Module, **_: Any) -> list[list[str]]:
     """The names of each tied parameter."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return [sorted(group) for group in names.values() if len(group) > 1]
+    return [sorted(group) for group in tied_groups(model)]
 
 
 def retie_parameters(model: nn.Module, tied_params: list[list[str]]) -> None:

@@ -16,7 +16,7 @@ from shardkit.compat import rank_conditions
 from shardkit.compat.rank_conditions import Conditions, Source
 from shardkit.runtime import process_control
 
-Place = tuple[int, int, int, int]
+Span = tuple[int, int, int, int]
 """Lines and columns: first line, its column, last line, its column."""
 
 
@@ -54,7 +54,7 @@ def _source(file: str) -> Source | None:
 def _path(tree: ast.Module, frame: FrameType) -> list[ast.AST]:
     """The nodes around what the frame executes, from the file to the innermost one. Before Python 3.11 to the
     statement: only the line is known."""
-    place: Place = (frame.f_lineno, 0, frame.f_lineno, 0)
+    place: Span = (frame.f_lineno, 0, frame.f_lineno, 0)
     knows_columns = hasattr(frame.f_code, "co_positions")
     if knows_columns:
         found = list(frame.f_code.co_positions())[frame.f_lasti // 2]
@@ -80,7 +80,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
             yield from _children(child)
 
 
-def _is_around(node: ast.AST, place: Place, knows_columns: bool) -> bool:
+def _is_around(node: ast.AST, place: Span, knows_columns: bool) -> bool:
     first, begin, last, end = node.lineno, node.col_offset, node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
     if not knows_columns:
         return isinstance(node, (ast.stmt, ast.ExceptHandler)) and first <= place[0] <= last

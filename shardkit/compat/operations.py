@@ -258,7 +258,7 @@ def save(obj: Any, f: str | Path, save_on_each_node: bool = False, safe_serializ
     """Rank 0, with `save_on_each_node` the first rank of every machine, writes a dict of tensors as safetensors, or
     JSON-serializable values as JSON. With `--accelerates-meaning save` it uses torch.save. Collective where tensors are
     sharded."""
-    whole = objects.prepared(obj)
+    whole = objects.gathered(obj)
     here = env.ranks() if save_on_each_node else None
     if (collectives.rank() if here is None else here.local_rank) == 0:
         if takes_back("save") and not safe_serialization:

@@ -18,6 +18,7 @@ from shardkit.runtime import settings
 from shardkit.runtime.process_control import ProcessControl
 from shardkit.runtime.run import Run
 from shardkit.runtime.state import FsdpPlugin
+from shardkit.runtime.topology import distributed_type_of
 from shardkit.sharding import precision
 
 log = get_logger(__name__)
@@ -29,24 +30,26 @@ def is_initialized() -> bool:
 
 
 def kind_of(mode: str, world_size: int, device: torch.device) -> DistributedType:
-    """The distributed type, by Accelerate's names."""
-    if device.type == "xla":
-        return DistributedType.XLA
-    if mode == "fsdp":
-        return DistributedType.FSDP
-    if world_size == 1:
-        return DistributedType.NO
-    return DistributedType.MULTI_CPU if device.type == "cpu" else DistributedType.MULTI_GPU
+    """The distributed type, of Accelerate's enumeration."""
+    return DistributedType(distributed_type_of(mode, world_size, device).value)
 
 
-class _Place(ProcessControl):
-    """The methods that control processes, shared by both states."""
+class _State(ProcessControl):
+    """What both states share."""
 
     device: torch.device
     distributed_type: DistributedType
 
+    @property
+    def default_device(self) -> torch.device:
+        """The device type of this machine."""
+        return torch.device(accelerators.kind() or "cpu")
 
-class PartialState(_Place):
+    def set_device(self) -> None:
+        """Does nothing: the device was chosen when the process group was started."""
+
+
+class PartialState(_State):
     """This process's rank and device. The first one starts the process group, which is collective: every rank creates
     one."""
 
@@ -115,14 +118,6 @@ class PartialState(_Place):
         """Clear the state. The process group stays."""
         PartialState._shared_state.clear()
 
-    @property
-    def default_device(self) -> torch.device:
-        """The device type of this machine."""
-        return torch.device(accelerators.kind() or "cpu")
-
-    def set_device(self) -> None:
-        """Does nothing: the device was chosen when the process group was started."""
-
     def destroy_process_group(self, group: Any = None) -> None:
         """End the process group, if a PartialState started it. Every rank must call it."""
         if group is not None:
@@ -153,7 +148,7 @@ def _text(state: Any) -> str:
     )
 
 
-class AcceleratorState(_Place):
+class AcceleratorState(_State):
     """As PartialState, with the settings of the newest Accelerator."""
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -240,14 +235,6 @@ class AcceleratorState(_Place):
     def destroy_process_group(self, group: Any = None) -> None:
         """As PartialState's."""
         PartialState().destroy_process_group(group)
-
-    @property
-    def default_device(self) -> torch.device:
-        """As PartialState's."""
-        return PartialState().default_device
-
-    def set_device(self) -> None:
-        """Does nothing: the device was chosen when the process group was started."""
 
 
 def running_plugin(run: Run) -> FullyShardedDataParallelPlugin:

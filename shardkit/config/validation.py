@@ -38,13 +38,13 @@ def build(layer: Layer) -> tuple[Config, dict[str, Origin]]:
     return config, origins
 
 
-def built_in_python(config: Config, where: str) -> tuple[Config, list[str]]:
+def built_in_python(config: Config) -> tuple[Config, list[str]]:
     """A configuration built in Python, normalized and checked like a file, and its notes. Raises ConfigError with all
-    problems, each prefixed with `where`. `num_processes` must be the world size."""
+    problems. `num_processes` must be the world size."""
     config = settled(config)
 
     def lines(findings: list[checks.Finding]) -> list[str]:
-        return [f"{where}: {finding.keys[0]}: {finding.text}" for finding in findings]
+        return [f"Accelerator(config=...): {finding.keys[0]}: {finding.text}" for finding in findings]
 
     problems = lines(checks.problems(config))
     if problems:

@@ -160,11 +160,6 @@ class PreparedLoader:
         """The value of `last_yield`'s counter when the loop began."""
         return 0 if self._loop is None else self._loop.began
 
-    @property
-    def lengths(self) -> tuple[int | None, int | None]:
-        """Of this rank's current batch: its rows, None where its tensors have different lengths; and its samples."""
-        return (None, None) if self._loop is None else (self._loop.local_samples, self._loop.samples_of_rank)
-
     def batch_tensors(self) -> list[torch.Tensor]:
         """The tensors of this rank's current batch (after a loop: of its last one) that are still alive."""
         return [] if self.newest_loop is None else alive(self.newest_loop.tensors)

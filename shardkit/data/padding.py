@@ -69,11 +69,11 @@ def short_batch(loaders: Iterable[PreparedLoader], given: Any) -> tuple[int, int
     if len(candidates) != 1:
         return None
     loader, tensors = candidates[0], leaves(given)
-    whole = loader.batch_size
-    if whole is None or loader.batch_samples >= loader.total_batch_size or not tensors:
+    loop, whole = loader.newest_loop, loader.batch_size
+    if loop is None or whole is None or loop.batch_samples >= loader.total_batch_size or not tensors:
         return None
     is_whole = all(isinstance(leaf, torch.Tensor) and leaf.shape == (whole,) for leaf in tensors)
-    return (loader.lengths[1] or 0, loader.batch_samples) if is_whole else None
+    return (loop.samples_of_rank, loop.batch_samples) if is_whole else None
 
 
 def _real(loader: PreparedLoader, remainder: int, batches: int | None, size: int | None, is_list: bool) -> Real | None:
@@ -96,7 +96,10 @@ def _real(loader: PreparedLoader, remainder: int, batches: int | None, size: int
 def _may_be_of(size: int | None, loader: PreparedLoader) -> bool:
     """Whether so many samples may be those of the loader's current batch. Batches of different lengths are padded
     before they are gathered."""
-    return size is None or None in loader.lengths or size in loader.lengths or loader.batches is not None
+    loop = loader.newest_loop
+    assert loop is not None  # it is being read
+    is_known = size is not None and loop.local_samples is not None and loop.batches is None
+    return not is_known or size in (loop.local_samples, loop.samples_of_rank)
 
 
 def _may_be_padded(size: int | None, loop: Loop) -> bool:

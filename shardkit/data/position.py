@@ -49,22 +49,19 @@ def saved_position(state: Mapping[str, Any]) -> Position:
     saved it."""
     if not state["samples_seen"]:
         return Position(int(state["epoch"]))
-    return Position(int(state["epoch"]), int(state["samples_seen"]), _own_state(state.get("dataset")), order_of(state))
+    own_state = values.decode(state.get("dataset"), _from_text)  # as `stored_state` gave it
+    return Position(int(state["epoch"]), int(state["samples_seen"]), own_state, order_of(state))
 
 
 def stored_state(state: Any, dataset: Any, rank: int) -> Any:
     """The dataset's own state as JSON values; None, with a warning of rank 0, where it cannot be stored so: the
-    position is then reached by reading. The inverse of `_own_state`."""
+    position is then reached by reading."""
     try:
         return values.encode(state, "state_dict()", _as_text)
     except (values.NotStorable, RecursionError) as error:
         if rank == 0:
             _warn_of_state(type(dataset).__name__, str(error))
         return None
-
-
-def _own_state(stored: Any) -> Any:
-    return values.decode(stored, _from_text)
 
 
 def _as_text(path: str, value: Any) -> str | None:

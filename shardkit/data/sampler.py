@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from shardkit.data.first_items import COMPARED
 from shardkit.data.permutation import Permutation
 from shardkit.data.private_random import PrivateRandom
 from shardkit.distributed.seed import stream_seed
@@ -26,8 +27,6 @@ ORDERS = (COMPUTED, DRAWN_WHOLE)
 an epoch begun by it is finished in that order."""
 
 SKIPPED_AT_ONCE, BATCHES_SKIPPED_AT_ONCE = 4096, 64
-# How many items of each rank's share are compared, to see whether a sampler really yields different shares.
-COMPARED = 16
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,8 @@ class Drawn:
         return count - left
 
     def _draw(self, count: int) -> bool:
-        """Reads about `count` more items; False at the end. The ranks' shares are interleaved."""
+        """Reads about `count` more items; False at the end. The ranks' shares are interleaved; the first items of each
+        tell whether the sampler really yields different ones."""
         each = -(-count // len(self._shares))
         drawn = [share.take(each if self._are_different else max(each, COMPARED)) for share in self._shares]
         if not self._are_different and drawn[0]:

@@ -137,8 +137,8 @@ class SampledSource:
         self._sampler = _without_ranks(getattr(batch_sampler_of(loader), "sampler", loader.sampler), loader.dataset)
         self.units = sampler.epoch_length(self._sampler)
         self.sampler: str | None = type(self._sampler).__name__
-        self._indices = IndexQueue(loader)
-        self.loader = _rebuilt(loader, **self._indices.as_argument())
+        self.indices = CurrentIndices(loader)
+        self.loader = _rebuilt(loader, **self.indices.as_argument())
 
     def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
         if start.dataset == EPOCH_IS_OVER:
@@ -148,7 +148,7 @@ class SampledSource:
             own_shares = shares.shares_of_drawn(order, start, self.layout)
         else:
             own_shares = shares.shares_of_indexed(order, start.samples, self.layout)
-        return _sampled(self, self._indices, order, own_shares, seed, start)
+        return _sampled(self, order, own_shares, seed, start)
 
     def is_over(self, seed: int, position: Position) -> bool:
         known = self._known_order(seed, position) if position.samples else None
@@ -183,15 +183,15 @@ class BatchSampledSource:
         self.units = sampler.epoch_length(self._sampler)
         self.sampler: str | None = type(self._sampler).__name__
         self._shares_of = shares.shares_of_each_batch if split_batches else shares.shares_of_batches
-        self._indices = IndexQueue(loader)
-        self.loader = _rebuilt(loader, **self._indices.as_argument())
+        self.indices = CurrentIndices(loader)
+        self.loader = _rebuilt(loader, **self.indices.as_argument())
 
     def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
         if start.dataset == EPOCH_IS_OVER:
             return iter(())
         order = self._order(seed, start)
         own_shares = self._shares_of(order, start, self.layout)
-        return _sampled(self, self._indices, order, own_shares, seed, start)
+        return _sampled(self, order, own_shares, seed, start)
 
     def is_over(self, seed: int, position: Position) -> bool:
         return False
@@ -309,28 +309,27 @@ def _seed_of_rank(seed: int, epoch: int, rank: int) -> int:
     return stream_seed(stream_seed(seed, epoch), rank)
 
 
-class IndexQueue(Sampler):
+class CurrentIndices(Sampler):
     """The sampler of the rebuilt DataLoader: the indices of the current epoch."""
 
     def __init__(self, loader: DataLoader) -> None:
         self._is_batched = loader.batch_sampler is not None
         self.yields_lists = batch_sampler_of(loader) is not None
-        self.indices: Iterator[Any] = iter(())
+        self.current: Iterator[Any] = iter(())
 
     def as_argument(self) -> dict[str, Any]:
         """The DataLoader arguments: it replaces the batch sampler, or the sampler where the loader does not batch."""
         return {"batch_sampler": self} if self._is_batched else {"batch_size": None, "sampler": self}
 
     def __iter__(self) -> Iterator[Any]:
-        return self.indices
+        return self.current
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "indices": iter(())}
+        return {**vars(self), "current": iter(())}
 
 
 def _sampled(
     source: SampledSource | BatchSampledSource,
-    queue: IndexQueue,
     order: sampler.Indexed | Drawn,
     own: Iterator[Share],
     seed: int,
@@ -353,9 +352,9 @@ def _sampled(
                 batch = Indices(batch)
                 batch.seed = stream_seed(seed_of_rank, position)
             position += share.samples
-            yield batch if queue.yields_lists else batch[0]
+            yield batch if source.indices.yields_lists else batch[0]
 
-    queue.indices = indices()
+    source.indices.current = indices()
     for number, batch in enumerate(batches_of(loader)):
         share, first = handed_out.popleft(), None if number else _first_of(order)
         if isinstance(order, Drawn) and number == 0:

@@ -116,9 +116,10 @@ class Stream(IterableDataset):
         """The dataset's own state after the newest chunk; only without workers."""
         self.beginning: str | None = None
         """As `Counted.beginning`, of the newest loop; of the position where it starts, before its first batch."""
-        self._began: str | None = None
-        """The same, where this process has read the first items without yielding them."""
-        self._beginning: tuple[Any] | None = None
+        self._beginning_skipped: str | None = None
+        """As `beginning`, where this process has read the first items without yielding them."""
+        self._state_at_start: tuple[Any] | None = None
+        """The dataset's own state before the first item of an epoch; None before it was asked for."""
         self._was_left = False
         self._start = torch.zeros(6, dtype=torch.int64, device="cpu")
         self._is_start_shared = False
@@ -146,7 +147,7 @@ class Stream(IterableDataset):
     def of_one_loop(self) -> "Stream":
         """The stream for workers that serve one loop: they do not see where later loops start."""
         own = copy(self)
-        own._is_start_shared, own._beginning = False, None
+        own._is_start_shared, own._state_at_start = False, None
         return own
 
     def start_at(
@@ -177,7 +178,7 @@ class Stream(IterableDataset):
         with randomness, _no_workers():
             source = self._source(samples, bool(is_moved), bool(may_exceed), is_worker=worker is not None)
         is_compared, first = self.is_compared and (self.layout.world_size > 1 or number_of_workers > 1), None
-        beginning = self._began
+        beginning = self._beginning_skipped
         for number, chunk in enumerate(self._chunks(source, randomness, is_worker=worker is not None)):
             first = fields_of(chunk) if number == 0 and is_compared else first
             if number == 0 and samples == 0 and self._is_told:
@@ -217,14 +218,14 @@ class Stream(IterableDataset):
 
         Workers skip: most are created again for every epoch, and would always find the state that they started from.
         """
-        saved, self.saved, self._began = (None if is_worker else self.saved), None, None
+        saved, self.saved, self._beginning_skipped = (None if is_worker else self.saved), None, None
         if self.keeps_state:
-            if self._beginning is None:
+            if self._state_at_start is None:
                 # Hugging Face's state is that of its newest iteration, maybe in an earlier run; None begins anew.
                 is_beginning_none = hugging_face.is_stream(self.dataset)
-                self._beginning = (None if is_beginning_none else deepcopy(self.dataset.state_dict()),)
+                self._state_at_start = (None if is_beginning_none else deepcopy(self.dataset.state_dict()),)
             elif saved is None and (is_moved or (is_worker and self._was_left)):
-                self.dataset.load_state_dict(deepcopy(self._beginning[0]))
+                self.dataset.load_state_dict(deepcopy(self._state_at_start[0]))
             if saved is not None:
                 self.dataset.load_state_dict(deepcopy(saved))  # it may change the dict, which is still the position
                 return self._items()
@@ -238,7 +239,7 @@ class Stream(IterableDataset):
         """The dataset's iterator, past the first `start` samples."""
         source = self._items()
         first = list(islice(source, min(start, KEPT)))
-        self._began = beginning_of(first) if first and self._is_told else None
+        self._beginning_skipped = beginning_of(first) if first and self._is_told else None
         skipped = len(first) + sum(1 for _ in islice(source, start - len(first)))
         if skipped < start and not may_exceed:
             raise CheckpointError(

@@ -21,7 +21,7 @@ from shardkit.errors import ShardkitError
 from shardkit.log import get_logger
 from shardkit.wording import ranks_text
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 
 # When a waiting rank logs a warning. Ranks of a run are at most seconds apart, unless one of them does not arrive.
 WARN_AFTER_S = 10.0
@@ -75,11 +75,11 @@ def _wait_long(arrivals: "_Arrivals", timeout_s: float) -> None:
     text = f"{arrivals.call}: rank {arrivals.rank} waits for the others, {limit_s:.0f} s at most"
     if handled is not None:
         said = "".join(traceback.format_exception(handled))
-        logger.error("%s. It was called while this was handled:\n%s", text, said)
+        log.error("%s. It was called while this was handled:\n%s", text, said)
     if arrivals.wait(min(WARN_AFTER_S, limit_s) - PATIENCE_S):
         return
     if arrivals.is_first():
-        logger.warning("%s: %s; %s", text, arrivals.who_is_missing(), _ADVICE)
+        log.warning("%s: %s; %s", text, arrivals.who_is_missing(), _ADVICE)
     if arrivals.wait(limit_s - min(WARN_AFTER_S, limit_s)):
         return
     missing = arrivals.who_is_missing()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -20,7 +20,7 @@ from shardkit.distributed import xla
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
 # Wrappers that torch puts into module names.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -192,20 +192,22 @@ def own_part(value: torch.Tensor, tensor: DTensor) -> torch.Tensor:
 
 
 def sharded_like(part: torch.Tensor, like: Any) -> DTensor:
-    """A DTensor with the mesh and placements of `like` from this rank's local part. No communication; shares memory: an
-    offloaded part stays in host memory."""
+    """A DTensor with the mesh and placements of `like` from this rank's local part, as `from_part`."""
+    return from_part(part, like, like.device_mesh, like.placements)
+
+
+def from_part(part: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """A DTensor of the shape of `like` from this rank's local part. No communication; shares memory: an offloaded part
+    stays in host memory."""
     from torch.distributed.tensor import DTensor
 
-    if part.device.type in (like.device_mesh.device_type, "meta"):
-        return DTensor.from_local(
-            part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
+    if part.device.type in (mesh.device_type, "meta"):
+        return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     # from_local would copy it to the mesh's device. FSDP2 makes its offloaded parameters in this way, too.
     described = TensorMeta(like.shape, like.stride(), part.dtype)
-    spec = DTensorSpec(like.device_mesh, tuple(like.placements), tensor_meta=described)
-    return DTensor(part, spec, requires_grad=False)
+    return DTensor(part, DTensorSpec(mesh, tuple(placements), tensor_meta=described), requires_grad=False)
 
 
 @torch.no_grad()

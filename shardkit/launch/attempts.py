@@ -32,7 +32,7 @@ from shardkit.wording import counted
 
 if TYPE_CHECKING:  # they load torch
     from shardkit.launch.meeting import Meeting
-    from shardkit.launch.ranks import Ended
+    from shardkit.launch.ranks import EndedRanks
 
 FILES_BESIDE = 32
 """Open files of a launcher beside those of the ranks: torch, its own store, the log (20 were measured)."""
@@ -224,7 +224,10 @@ def run_once(
         report = report_of(watch, ended, rank_files.read_errors(folder), started_s, folders.short(log_dir))
         reports = machines.gather(f"{ranks.name_of(restart)}-end", report)
     except OSError as error:
-        raise MachineError(f"launch: the ranks could not be started: {error}") from error
+        raise MachineError(
+            f"launch: the ranks could not be started (got {error}); see the limits and the disk of this machine "
+            "(ulimit -u, ulimit -n, df -h), and start again."
+        ) from error
     except Lost as lost:
         raise LostMachines(
             text_of_loss(machines, lost.machines), lost.machines, newest_step(watch), stop_of(watch)
@@ -246,14 +249,14 @@ def text_of_loss(machines: "Meeting", lost: list[int]) -> str:
 
 
 def report_of(
-    watch: Monitor, ended: "Ended", errors: dict[int, rank_files.RankError], started_s: float, logs: str
+    watch: Monitor, ended: "EndedRanks", errors: dict[int, rank_files.RankError], started_s: float, logs: str
 ) -> dict[str, Any]:
     """This machine's report on its ranks. Times are seconds since the common start."""
     return {
         "outcomes": [asdict(shifted(outcome, -started_s)) for outcome in outcomes_of(watch, ended, errors)],
         "committed_step": newest_step(watch),
         "is_hung": watch.is_hung,
-        "rows": [asdict(_later(row, -started_s)) for row in watch.rows or ()],
+        "rows": [asdict(shifted_row(row, -started_s)) for row in watch.rows or ()],
         "stop": stop_of(watch),
         "logs": logs,
     }
@@ -273,22 +276,22 @@ def together(reports: dict[int, dict[str, Any]], machines: "Meeting", started_s:
     """The attempt, from the reports of all machines."""
     outcomes: list[RankOutcome] = []
     logs: dict[int, str] = {}
-    for machine, report in sorted(reports.items()):
+    reports = dict(sorted(reports.items()))
+    for machine, report in reports.items():
         where = report["logs"] if machine == machines.machine else f"{machines.name_of(machine)}: {report['logs']}"
         for fields in report["outcomes"]:
             error = rank_files.RankError(**fields["error"]) if fields["error"] else None
             outcomes.append(shifted(RankOutcome(**{**fields, "error": error}), started_s))
             logs[fields["rank"]] = where
-    known = [report for _, report in sorted(reports.items())]
     return LaunchAttempt(
         tuple(outcomes),
         started_s,
-        max(report["committed_step"] for report in known),
+        max(report["committed_step"] for report in reports.values()),
         logs,
-        tuple(_later(HangRow(**row), started_s) for report in known for row in report["rows"])
-        if any(report["is_hung"] for report in known)
+        tuple(shifted_row(HangRow(**row), started_s) for report in reports.values() for row in report["rows"])
+        if any(report["is_hung"] for report in reports.values())
         else (),
-        {machine: report["stop"] for machine, report in sorted(reports.items()) if report["stop"]},
+        {machine: report["stop"] for machine, report in reports.items() if report["stop"]},
     )
 
 
@@ -298,7 +301,8 @@ def shifted(outcome: RankOutcome, seconds: float) -> RankOutcome:
     return replace(outcome, error=error, ended_s=None if outcome.ended_s is None else outcome.ended_s + seconds)
 
 
-def _later(row: HangRow, seconds: float) -> HangRow:
+def shifted_row(row: HangRow, seconds: float) -> HangRow:
+    """The row with its time shifted by `seconds`."""
     *rest, since_s = row.order
     return replace(row, order=(*rest, since_s + seconds))  # type: ignore[arg-type]
 
@@ -326,7 +330,9 @@ def signals_to(watch: Monitor) -> Iterator[None]:
         yield
 
 
-def outcomes_of(watch: Monitor, ended: "Ended", errors: dict[int, rank_files.RankError]) -> tuple[RankOutcome, ...]:
+def outcomes_of(
+    watch: Monitor, ended: "EndedRanks", errors: dict[int, rank_files.RankError]
+) -> tuple[RankOutcome, ...]:
     """The outcome of each rank of this machine, from its exit code, the monitor and its own error report."""
     outcomes = []
     for rank, code in sorted(ended.codes.items()):

@@ -12,18 +12,20 @@ from dataclasses import dataclass
 from shardkit.errors import EXIT_CHECK_FAILED
 from shardkit.launch.rank_files import RankError
 
-_OF_AN_ABORT = (
-    'if the log says "collective mismatch" (gloo): a call for all ranks may be under `if accelerator.is_main_process`; '
-    "under FSDP these include a forward, each unit in it (an expert, a branch), and `.item()` and `full_tensor()` of "
-    "sharded values; or a rank left a loop by a value of its own (early stopping): decide by one that is the same on "
-    'all, as accelerator.reduce(value, "mean") is'
-)
-_OF_AN_EARLY_END = (
-    "all ranks must leave a loop, and end, together: decide by a value that is the same on all of them, as "
-    'accelerator.reduce(value, "mean") is, and not under `if accelerator.is_main_process`'
-)
+_BY_A_SHARED_VALUE = 'decide by a value that is the same on all, as accelerator.reduce(value, "mean") is'
 
-_BY_EXIT_CODE: dict[int | None, str] = {-signal.SIGABRT: _OF_AN_ABORT, 0: _OF_AN_EARLY_END}
+OF_UNLIKE_CALLS = (
+    "a call for all ranks may be under `if accelerator.is_main_process`; under FSDP these include a forward, each unit "
+    "in it (an expert, a branch), and `.item()` and `full_tensor()` of sharded values; or a rank has left a loop by a "
+    f"value of its own (early stopping): {_BY_A_SHARED_VALUE}"
+)
+"""What makes ranks wait for each other in different collectives."""
+
+_BY_EXIT_CODE: dict[int | None, str] = {
+    -signal.SIGABRT: f'if the log says "collective mismatch" (gloo): {OF_UNLIKE_CALLS}',
+    0: f"all ranks must leave a loop, and end, together: {_BY_A_SHARED_VALUE}, and not under "
+    "`if accelerator.is_main_process`",
+}
 
 _BY_MESSAGE = (
     (

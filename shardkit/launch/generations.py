@@ -40,7 +40,7 @@ ASKED_CODE = 128 + signal.SIGUSR1
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedGeneration:
     """How a generation ended: its error if any, the signals that users sent by the place of the machine, the newest
     checkpoint, and whether ranks were killed because they took too long to stop."""
 
@@ -80,8 +80,7 @@ def joined(spec: LaunchSpec) -> "Iterator[RosterServer | RosterClient]":
     is_first = store is not None
     if store is None:
         who = f"machine {spec.machine_rank}" if spec.has_number else "this machine"
-        advice = "start the same command there with --machine-rank 0, check --main, and let the port through"
-        store = stores.reached(host, port, spec.launch.meet_timeout_s, say, who, "machine 0", advice)
+        store = stores.reached(host, port, spec.launch.meet_timeout_s, say, who, "machine 0", stores.NO_MACHINE_0)
         host = addresses.reached_by(host, store.host)
     with connectivity.open_to_others(host) as endpoint:
         if is_first:
@@ -250,7 +249,7 @@ class Newcomers:
         return True
 
 
-def makes_way(ended: Ended) -> bool:
+def makes_way(ended: EndedGeneration) -> bool:
     """Whether the ranks ended because they were stopped for another generation: they saved, or were ended or killed."""
     error = ended.error
     return isinstance(error, Preempted) or ended.was_killed or (error is not None and error.exit_code == ASKED_CODE)
@@ -329,16 +328,16 @@ def run_generation(
     start: Start,
     log_dir: Path,
     wants_new_world: Callable[[], bool] | None = None,
-) -> Ended:
+) -> EndedGeneration:
     """Runs this machine's ranks of a generation. Raises MachineError if they cannot be started."""
     own = membership.spec_for(spec, generation, place)
     with generation_meeting(own, generation, place, roster, wants_new_world) as machines:
         try:
             attempt, error = attempts.attempted(own, start, machines, log_dir, generation.number)
         except LostMachines as lost:
-            return Ended(lost, {place: lost.stop} if lost.stop else {}, lost.committed_step)
+            return EndedGeneration(lost, {place: lost.stop} if lost.stop else {}, lost.committed_step)
     was_killed = error is not None and diagnosis.diagnose(attempt.outcomes).outcome.was_killed
-    return Ended(error, attempt.stops, attempt.committed_step, was_killed)
+    return EndedGeneration(error, attempt.stops, attempt.committed_step, was_killed)
 
 
 @contextlib.contextmanager
@@ -362,19 +361,19 @@ def generation_meeting(
         return
     store = PrefixStore(f"generation-{generation.number}", roster.store)
     lost_s = own.launch.lost_timeout_s
-    line = StoreClient(store, place, len(members), lost_s, lambda other: roster.is_gone(members[other].arrival))
-    line.start()
+    client = StoreClient(store, place, len(members), lost_s, lambda other: roster.is_gone(members[other].arrival))
+    client.start()
     try:
         yield Meeting(
             place,
             len(members),
             addresses.reached_by(own.rendezvous.host, roster.store.host) if place else own.rendezvous.host,
             (roster.store.host, 0),
-            line,
+            client,
             [member.host for member in members],
             others=[member.address for member in members if member.address and member is not members[place]],
             numbers=[member.number for member in members],
             wants_new_world=wants_new_world,
         )
     finally:
-        line.close()
+        client.close()

@@ -4,10 +4,12 @@ A lack of progress alone does not end a run: a rank may compute for hours on one
 progress and a rank waits for its peers in a collective, or no rank uses any CPU time.
 """
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from shardkit.launch.diagnosis import OF_UNLIKE_CALLS
 from shardkit.launch.rank_files import RankProgress
 from shardkit.launch.stacks import Stack
 from shardkit.wording import first_few, ranks_text
@@ -150,11 +152,8 @@ def render(rows: Iterable[HangRow], timeout_s: float, *logs: str) -> str:
             "  longer on one rank. With --set debug=true an error names the collectives that differ."
         )
         if len({row.at for row in rows if row.at}) > 1:
-            lines.append(
-                "  They wait at different lines: a call for all ranks may be under `if accelerator.is_main_process`.\n"
-                "  Under FSDP these include a forward, and `.item()` and `full_tensor()` of sharded values.\n"
-                "  Or a rank has left a loop by a value of its own (early stopping): decide by one that is the same\n"
-                '  on all, as accelerator.reduce(value, "mean") is.'
+            lines.extend(
+                textwrap.wrap(f"  They wait at different lines: {OF_UNLIKE_CALLS}.", 110, subsequent_indent="  ")
             )
     return "\n".join(lines)
 

@@ -33,7 +33,7 @@ DECLINE_S = 5.0
 
 @dataclass
 class Meeting:
-    """One machine's side. With a single machine `line` is None.
+    """One machine's side. With a single machine `client` is None.
 
     `address` and `port`: where the ranks meet; `listens_on`: what machine 0 opens for them.
     """
@@ -42,7 +42,7 @@ class Meeting:
     machines: int
     address: str
     listens_on: tuple[str, int]
-    line: "StoreClient | None" = None
+    client: StoreClient | None = None
     hosts: list[str] = field(default_factory=list)
     endpoints: dict[int, Any] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Meeting:
             self._store = stores.hosted(*self.listens_on)
             self.port = self._store.port
         self.port = self.gather(f"{name}-start", self.port)[0]
-        if self.line is not None:
+        if self.client is not None:
             self._reach_store(name)
 
     def _reach_store(self, name: str) -> None:
@@ -85,24 +85,24 @@ class Meeting:
 
         Raises Lost if a machine is lost; ConfigError or MachineError with the text of a machine that refuses.
         """
-        if self.line is None:
+        if self.client is None:
             return {0: value}
-        self.line.say(name, value)
+        self.client.say(name, value)
         started_s = time.monotonic()
-        while (found := self.line.heard(name)) is None:
+        while (found := self.client.heard(name)) is None:
             if waits is not None:
-                waits(time.monotonic() - started_s, self.line.missing(name))
+                waits(time.monotonic() - started_s, self.client.missing(name))
             time.sleep(POLL_S / 2)
         return found
 
     def raise_alarm(self, name: str, alarm: Alarm) -> None:
         """Tell the other machines that this attempt has failed."""
-        if self.line is not None:
-            self.line.raise_alarm(name, alarm)
+        if self.client is not None:
+            self.client.raise_alarm(name, alarm)
 
     def hears_alarm(self, name: str) -> Alarm | None:
         """The first alarm of any machine, or None."""
-        return self.line.hears_alarm(name) if self.line is not None else None
+        return self.client.hears_alarm(name) if self.client is not None else None
 
     @contextlib.contextmanager
     def telling_what_lacks(self) -> Iterator[None]:
@@ -111,9 +111,9 @@ class Meeting:
         try:
             yield
         except (MachineError, OSError) as error:
-            if self.line is not None and not self.numbers:
+            if self.client is not None and not self.numbers:
                 text = str(error).removeprefix("launch: ")
-                self.line.tell_refusal(MachineError(f"launch: {self.name_of(self.machine)}: {text}"))
+                self.client.tell_refusal(MachineError(f"launch: {self.name_of(self.machine)}: {text}"))
             raise
 
     def name_of(self, machine: int) -> str:
@@ -137,16 +137,15 @@ def opened(spec: LaunchSpec, greeting: dict[str, Any], say: Say) -> Iterator[Mee
         store = stores.hosted(stores.listening_address(host, spec.launch.bind_address, say), port)
     else:
         who = f"machine {spec.machine_rank} of {spec.num_machines}"
-        advice = "start the same command there with --machine-rank 0, check --main, and let the port through"
-        store = stores.reached(host, port, spec.launch.meet_timeout_s, say, who, "machine 0", advice)
-    line = StoreClient(store, spec.machine_rank, spec.num_machines)
+        store = stores.reached(host, port, spec.launch.meet_timeout_s, say, who, "machine 0", stores.NO_MACHINE_0)
+    client = StoreClient(store, spec.machine_rank, spec.num_machines)
     address = addresses.reached_by(host, store.host) if spec.machine_rank else host
-    meeting = Meeting(spec.machine_rank, spec.num_machines, address, (store.host, 0), line)
+    meeting = Meeting(spec.machine_rank, spec.num_machines, address, (store.host, 0), client)
     try:
         assemble(meeting, greeting, say, spec.launch.meet_timeout_s)
         yield meeting
     finally:
-        line.close()
+        client.close()
 
 
 def decline(config: Config, reason: str) -> None:
@@ -166,24 +165,24 @@ def decline(config: Config, reason: str) -> None:
 def _decline_to_all(config: Config, greeting: dict[str, Any]) -> None:
     rendezvous = rendezvous_of(config)
     address = stores.listening_address(rendezvous.host, config.shardkit.launch.bind_address, _unsaid)
-    line = StoreClient(stores.hosted(address, rendezvous.port), 0, config.num_machines)
+    client = StoreClient(stores.hosted(address, rendezvous.port), 0, config.num_machines)
     with contextlib.suppress(ConfigError):
-        refuse_differences(line, {0: greeting})
+        refuse_differences(client, {0: greeting})
     time.sleep(DECLINE_S)  # who comes meanwhile reads it in the store
 
 
 def _decline_to_machine_0(config: Config, greeting: dict[str, Any]) -> None:
     rendezvous, until = rendezvous_of(config), time.monotonic() + DECLINE_S
     store = stores.reached(rendezvous.host, rendezvous.port, DECLINE_S, _unsaid, "this machine", "machine 0", "")
-    line = StoreClient(store, config.machine_rank, config.num_machines)
-    line.enter(greeting)
-    line.say("greeting", greeting)
-    line.start()
+    client = StoreClient(store, config.machine_rank, config.num_machines)
+    client.enter(greeting)
+    client.say("greeting", greeting)
+    client.start()
     try:
-        while line.heard("greeting") is None and time.monotonic() < until:  # raises once machine 0 has read it
+        while client.heard("greeting") is None and time.monotonic() < until:  # raises once machine 0 has read it
             time.sleep(POLL_S)
     finally:
-        line.close()
+        client.close()
 
 
 def _unsaid(text: str) -> None:
@@ -205,25 +204,25 @@ def assemble(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: fl
 
 def greet(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float) -> None:
     """Wait for all machines, and check that their versions and configurations are equal."""
-    line = meeting.line
-    assert line is not None
+    client = meeting.client
+    assert client is not None
     announcement = Announcement(say)
 
     def waits(seconds: float, missing: list[int]) -> None:
-        refuse_differences(line, line.collected("greeting"))
+        refuse_differences(client, client.collected("greeting"))
         here, who = meeting.machines - len(missing), ", ".join(map(str, missing))
         if seconds > timeout_s:
             text = f"launch: {here} of {meeting.machines} machines came within {timeout_s:g} s (missing: {who}); "
-            line.refuse(MachineError(text + "start the same command there, each with its --machine-rank."))
+            client.refuse(MachineError(text + "start the same command there, each with its --machine-rank."))
         announcement.make(f"waiting for machines, {here} of {meeting.machines} are here (missing: {who})")
 
-    line.enter(greeting)
-    line.start()  # not before: it would give signs of life, and leave, in the name of a machine with the same number
+    client.enter(greeting)
+    client.start()  # not before: it would give signs of life, and leave, in the name of a machine with the same number
     found = meeting.gather("greeting", greeting, waits)
     if meeting.machine not in found:  # they are fewer, and have begun
         texts = differences(found[0], greeting, meeting.machine)
         raise ConfigError([*texts, "launch: the run goes on without this one."])
-    refuse_differences(line, found)
+    refuse_differences(client, found)
     for remark in remarks(found):
         say(remark)
     meeting.hosts = [found[machine]["host"] for machine in sorted(found)]
@@ -248,7 +247,7 @@ def refuse_who_is_not_reached(meeting: Meeting, say: Say) -> None:
         say(f"warning: {problem}, or over what {' and '.join(chosen)} says.")
 
 
-def refuse_differences(line: StoreClient, found: dict[int, Any]) -> None:
+def refuse_differences(client: StoreClient, found: dict[int, Any]) -> None:
     """End the meeting if a machine's versions or configuration differ from machine 0's."""
     known = sorted(found) if 0 in found else []
     declined = [
@@ -257,10 +256,10 @@ def refuse_differences(line: StoreClient, found: dict[int, Any]) -> None:
         for text in found[machine].get("problem", "").splitlines()
     ]
     if declined:
-        line.refuse(ConfigError([*declined, "launch: that machine does not come; nothing was started here either."]))
-    problems = [text for machine in known for text in differences(found[0], found[machine], machine)]
-    if problems:
-        line.refuse(ConfigError([*problems, "launch: the machines of a run must start the same; nothing was started."]))
+        client.refuse(ConfigError([*declined, "launch: that machine does not come; nothing was started here either."]))
+    texts = [text for machine in known for text in differences(found[0], found[machine], machine)]
+    if texts:
+        client.refuse(ConfigError([*texts, "launch: the machines of a run must start the same; nothing was started."]))
 
 
 def remarks(found: dict[int, Any]) -> list[str]:

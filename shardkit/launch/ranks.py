@@ -27,14 +27,14 @@ LOST_TERM_S = 5.0
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedRanks:
     """How this machine's ranks ended: exit codes by rank (negative for signals), and those that the launcher ended."""
 
     codes: dict[int, int]
     stopped: frozenset[int]
 
 
-def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart: int, watch: Monitor) -> Ended:
+def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart: int, watch: Monitor) -> EndedRanks:
     """Starts the ranks, and waits until all have succeeded, or one has failed here or on another machine."""
     own = [variables_of(spec, meeting, folder, restart, local_rank) for local_rank in range(spec.ranks_here)]
     attempt = name_of(restart)
@@ -59,7 +59,7 @@ def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart:
         stopped = {spec.first_rank + local for local, process in enumerate(processes) if process.poll() is None}
     finally:
         end(processes, LOST_TERM_S if alarm is Alarm.LOST else TERM_S)
-    return Ended(
+    return EndedRanks(
         {spec.first_rank + local: process.poll() or 0 for local, process in enumerate(processes)}, frozenset(stopped)
     )
 

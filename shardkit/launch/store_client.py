@@ -71,7 +71,7 @@ class StoreClient:
         """Since when the thread has talked to the store; None while it rests."""
         self._was_suspended = False
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shardkit-line", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="shardkit-store", daemon=True)
 
     def start(self) -> None:
         self._thread.start()

@@ -16,6 +16,8 @@ CONNECT_S = 2.0
 GREETING_S = 15.0
 """How long a store may take to answer after the connection, beside the lookups of names."""
 STORE_TIMEOUT = timedelta(seconds=300)
+NO_MACHINE_0 = "start the same command there with --machine-rank 0, check --main, and let the port through"
+"""What to do where machine 0 does not answer."""
 
 Say = Callable[[str], None]
 

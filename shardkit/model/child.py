@@ -9,7 +9,7 @@ from shardkit import env, new_process
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedProcess:
     """How the process ended: its exit code (negative: signal number), and its last line on stderr."""
 
     code: int
@@ -23,7 +23,7 @@ class Ended:
 
 def run(
     module: str, arguments: Sequence[str], folder: Path, timeout_s: float, variables: Mapping[str, str] | None = None
-) -> Ended | None:
+) -> EndedProcess | None:
     """Runs the module's `main()` in a folder; None on timeout. Output of the user's code is discarded."""
     try:
         done = subprocess.run(
@@ -39,7 +39,7 @@ def run(
     except subprocess.TimeoutExpired:
         return None
     lines = [line.strip() for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
-    return Ended(done.returncode, lines[-1] if lines else "no message")
+    return EndedProcess(done.returncode, lines[-1] if lines else "no message")
 
 
 def relative_place(place: str | None, folder: Path) -> str | None:

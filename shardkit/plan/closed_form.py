@@ -140,8 +140,13 @@ def estimate(
 
 def with_strategy(config: Config, strategy: ShardingStrategy) -> Config:
     """The same configuration under another strategy."""
-    fsdp = config.fsdp.model_copy(update={"sharding_strategy": strategy, "reshard_after_forward": None})
-    return config.model_copy(update={"fsdp": fsdp, "distributed_type": DistributedType.FSDP})
+    config = with_fsdp(config, sharding_strategy=strategy, reshard_after_forward=None)
+    return config.model_copy(update={"distributed_type": DistributedType.FSDP})
+
+
+def with_fsdp(config: Config, **settings: object) -> Config:
+    """The same configuration with other settings of FSDP."""
+    return config.model_copy(update={"fsdp": config.fsdp.model_copy(update=settings)})
 
 
 def known_activations(

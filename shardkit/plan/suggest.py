@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from shardkit.config.meaning import dtypes
-from shardkit.config.schema import Config, DistributedType, ShardingStrategy, WrapPolicy
+from shardkit.config.schema import DistributedType, ShardingStrategy, WrapPolicy
 from shardkit.errors import ShardkitError
 from shardkit.plan.activations import Loss
 from shardkit.plan.answer import Change, PlanRequest, Row, configured_strategy, possible_strategies, row
-from shardkit.plan.closed_form import RankMemory, with_strategy
+from shardkit.plan.closed_form import RankMemory, with_fsdp, with_strategy
 from shardkit.plan.devices import SPARE, Device
 from shardkit.plan.traffic import Traffic
 
@@ -122,7 +121,7 @@ def _candidates(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str,
     yield from _other_loads(request, given)
     if not config.fsdp.activation_checkpointing:
         text = "fsdp_activation_checkpointing: true (a third more compute)"
-        yield text, request.with_config(_fsdp(config, activation_checkpointing=True))
+        yield text, request.with_config(with_fsdp(config, activation_checkpointing=True))
     section = config.shardkit
     recomputes_blocks = config.fsdp.activation_checkpointing and section.recompute == "blocks"
     if recomputes_blocks and not (section.offload_activations or section.compile or request.is_on_tpu):
@@ -142,11 +141,11 @@ def _other_layouts(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[s
             yield text, request.with_config(with_strategy(config, strategy))
     if config.mode == "fsdp" and not config.fsdp.offload_params and not request.is_on_tpu:
         text = "fsdp_offload_params: true (slower steps, host memory)"
-        yield text, request.with_config(_fsdp(config, offload_params=True))
+        yield text, request.with_config(with_fsdp(config, offload_params=True))
     if config.mode == "fsdp" and config.fsdp.auto_wrap_policy is WrapPolicy.NO_WRAP:
         text = "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
         update = {"auto_wrap_policy": WrapPolicy.TRANSFORMER_BASED_WRAP, "transformer_layer_cls_to_wrap": []}
-        yield text, request.with_config(_fsdp(config, **update))
+        yield text, request.with_config(with_fsdp(config, **update))
 
 
 def _needed_for(strategy: ShardingStrategy, given: PlanRequest) -> Iterator[str]:
@@ -173,7 +172,3 @@ def _other_loads(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str
         yield "--loss fused (a fused or chunked loss in the script)", replace(request, loss=Loss.FUSED)
     if request.optimizer in {"adam", "adamw"}:
         yield "--optimizer adafactor (another optimizer)", replace(request, optimizer="adafactor")
-
-
-def _fsdp(config: Config, **update: Any) -> Config:
-    return config.model_copy(update={"fsdp": config.fsdp.model_copy(update=update)})

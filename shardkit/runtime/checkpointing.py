@@ -117,7 +117,7 @@ class Checkpointing(Topology):
         unsupported.refuse_pickle(safe_serialization)
         if objects.has_sharded(obj):
             self._run.refuse_if_left("save")
-        whole = objects.prepared(obj)
+        whole = objects.gathered(obj)
         if self.is_main_process:
             objects.save(whole, f)
 

@@ -35,7 +35,7 @@ _sharded_before: WeakKeyDictionary[nn.Module, _Before] = WeakKeyDictionary()
 """Of each model that any Accelerator of this process has sharded: how, and its parameters' names and tree before."""
 
 
-def note(run: Run, models: Iterable[nn.Module]) -> None:
+def note_trees(run: Run, models: Iterable[nn.Module]) -> None:
     """Notes models that are about to be distributed: settings that name parts of models may be meant for any of
     them."""
     for model in models:

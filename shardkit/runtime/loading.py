@@ -12,12 +12,12 @@ from shardkit.log import get_logger
 from shardkit.runtime import settings
 from shardkit.runtime.run import Run
 from shardkit.runtime.save_session import SaveSession
-from shardkit.runtime.saving import live_of, met, root_of, wait
+from shardkit.runtime.saving import joint_session, live_of, root_of, wait
 from shardkit.sharding import ddp_hooks
 from shardkit.sharding.gradient_sync import drop_unreduced
 from shardkit.storage.url import Place, Url
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 
 
 def load_state(run: Run, path: str | Path | None = None, *, data_position: bool = True, strict: bool = True) -> Place:
@@ -67,7 +67,7 @@ def _options(run: Run, session: SaveSession, data_position: bool, strict: bool) 
 
 def begin_load(run: Run, call: str) -> SaveSession:
     """The session of a load, after all ranks have made this call and a save in flight has ended. Collective."""
-    session = met(run, call, "load")
+    session = joint_session(run, call, "load")
     wait(run)
     return session
 
@@ -99,9 +99,9 @@ def _loaded(run: Run, session: SaveSession, loaded: LoadedState) -> Place:
         optimizer.optimizer.zero_grad()
     for model in run.models:
         drop_unreduced(model, {id(parameter) for parameter in every_parameter(model)})
-    has_forgotten = [ddp_hooks.forget_rests(model) for model in run.models]
+    has_forgotten = [ddp_hooks.forget_errors(model) for model in run.models]
     if any(has_forgotten) and run.process.rank == 0:
-        logger.warning(
+        log.warning(
             "checkpoint: what PowerSGD has left out of gradients is in no checkpoint; gradients are sent whole for the "
             "next %d steps (shardkit.ddp.power_sgd_start_step), and PowerSGD starts again after that.",
             run.config.shardkit.ddp.power_sgd_start_step,
@@ -110,7 +110,7 @@ def _loaded(run: Run, session: SaveSession, loaded: LoadedState) -> Place:
     run.loads += 1
     progress.post("data", record.step)
     if run.process.rank == 0:
-        logger.info("checkpoint: loaded step %d from %s", record.step, loaded.checkpoint.path)
+        log.info("checkpoint: loaded step %d from %s", record.step, loaded.checkpoint.path)
     return loaded.checkpoint.path
 
 
@@ -124,7 +124,7 @@ def _warn_of_another_batch(run: Run, loaded: LoadedState) -> None:
     for name, loader in zip(live_of(run).loaders, run.loaders, strict=True):
         saved = loaded.common["loaders"].get(name, {}).get("global_batch")
         if saved is not None and saved * ranks != loader.total_batch_size * saved_ranks:
-            logger.warning(
+            log.warning(
                 "elastic: the global batch has changed (got batches of %d samples in a world of %d, %d in one of %d in "
                 "the checkpoint); give a batch_size that does not depend on the number of ranks, or that of all ranks "
                 "with Accelerator(split_batches=True).",

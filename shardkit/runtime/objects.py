@@ -18,13 +18,13 @@ from shardkit.errors import CheckpointSaveError, UsageError
 from shardkit.wording import words
 
 
-def prepared(value: Any) -> Any:
+def gathered(value: Any) -> Any:
     """The object with sharded tensors gathered, also those in dicts and lists. Collective where there are any."""
     return tree_map(lambda item: whole(item) if is_dtensor(item) else item, value)
 
 
 def has_sharded(value: Any) -> bool:
-    """Whether `prepared` gathers any of its tensors."""
+    """Whether any of its tensors is sharded."""
     return any(is_dtensor(item) for item in tree_leaves(value))
 
 

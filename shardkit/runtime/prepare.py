@@ -50,7 +50,7 @@ def prepare(
     moves = _placement(run, objects, device_placement)
     models = [one for one, kind in zip(objects, kinds, strict=True) if kind == "model"]
     _refuse_shared(run, models)
-    distributed_model.note(run, [one for one in models if _prepared(run, one) is None])
+    distributed_model.note_trees(run, [one for one in models if _prepared(run, one) is None])
     prepared, found_before = list(objects), ([*run.optimizers], [*run.schedulers])
     for kind, one in (
         ("model", lambda model, moves: _model(run, model, weights, moves)),
@@ -85,7 +85,7 @@ def for_evaluation(
     if run.config.mode == "fsdp":
         _refuse_shared(run, [model])
     (moves,) = _placement(run, [model], [device_placement])
-    distributed_model.note(run, [model])
+    distributed_model.note_trees(run, [model])
     run.evaluated[model] = distributed_model.distributed(run, model, weights, moves)
     if run.config.mode == "ddp":
         from shardkit.sharding.ddp import take_names_of_replicas

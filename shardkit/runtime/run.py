@@ -159,13 +159,13 @@ class Run:
                 "end_training, or after destroy_process_group); call it before."
             )
 
-    def refuse_without_objects(self, call: str) -> None:
+    def refuse_without_objects(self) -> None:
         """UsageError where there is nothing to save: such a checkpoint would replace one that has the model."""
         of_script: tuple[Sized, ...] = (self.models, self.optimizers, self.schedulers, self.loaders, self.registered)
         if not (any(map(len, of_script)) or self.hooks.at_save):
             raise UsageError(
-                f"{call}: nothing to save (got no prepared model, optimizer or loader, and no registered object); call "
-                "it after prepare() and before free_memory()."
+                "save_state: nothing to save (got no prepared model, optimizer or loader, and no registered object); "
+                "call it after prepare() and before free_memory()."
             )
 
     def _check_step(self) -> None:

@@ -32,7 +32,7 @@ from shardkit.runtime.save_session import SaveSession
 from shardkit.storage.url import Place, Url
 from shardkit.wording import first_few
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 
 # What follows from a difference between ranks, by kind (`replicas.Drift`), and what to do about it.
 _DRIFT = {
@@ -55,7 +55,7 @@ def session_of(run: Run) -> SaveSession:
     return found
 
 
-def met(run: Run, call: str, phase: str, error: type[CheckpointError] = CheckpointError) -> SaveSession:
+def joint_session(run: Run, call: str, phase: str, error: type[CheckpointError] = CheckpointError) -> SaveSession:
     """The session, after all ranks have made this call; posts the phase to the launcher. Collective.
 
     Rank 0 logs the progress where it takes more than two seconds. UsageError where the state may be amid a step.
@@ -66,7 +66,7 @@ def met(run: Run, call: str, phase: str, error: type[CheckpointError] = Checkpoi
     progress.post(phase, step)
     named_barrier.meet(call, run.config.shardkit.checkpoint.timeout_s, error)
     session = session_of(run)
-    say = logger.info if session.control.rank == 0 else None
+    say = log.info if session.control.rank == 0 else None
     session.control.work = LongWork(f"checkpoint: {call}", lambda: progress.post(phase, step), say)
     return session
 
@@ -103,7 +103,7 @@ _BACKWARD, _FORWARD = torch.autograd.backward.__code__, nn.Module._call_impl.__c
 def begin_save(run: Run, call: str) -> SaveSession:
     """The session of a save, after all ranks have made this call. Collective; ModelError or CheckpointSaveError on all
     ranks where the present state is not worth a save."""
-    session = met(run, call, "save", CheckpointSaveError)
+    session = joint_session(run, call, "save", CheckpointSaveError)
     run.same_modules.check_before_save()
     _refuse_unfinished(session, call)
     return session
@@ -178,7 +178,7 @@ def _save(run: Run, session: SaveSession, request: SaveRequest, is_blocking: boo
         request = replace(request, staging=staging)
     prepared = write.ready(lambda: _captured(run, session.control, elsewhere), request, session.control)
     if prepared is None:
-        logger.info("checkpoint: step %d is saved in %s already, to the byte", request.step, request.where)
+        log.info("checkpoint: step %d is saved in %s already, to the byte", request.step, request.where)
     else:
         _warn_of_drift(session, prepared.drift)
         if is_blocking:
@@ -197,7 +197,7 @@ def _settle(run: Run, is_last_chance: bool) -> None:
     except CheckpointSaveError as error:
         if not is_last_chance:
             raise
-        logger.error("%s", error)
+        log.error("%s", error)
 
 
 def _captured(run: Run, agreed: control.ControlGroup, elsewhere: frozenset[int]) -> Captured:
@@ -211,7 +211,7 @@ def _warn_of_drift(session: SaveSession, drift: Drift) -> None:
             continue
         session.has_warned_of.add(kind)
         if session.control.rank == 0:
-            logger.warning("checkpoint: %s differ between ranks (%s), %s.", kind, first_few(names, 5), _DRIFT[kind])
+            log.warning("checkpoint: %s differ between ranks (%s), %s.", kind, first_few(names, 5), _DRIFT[kind])
 
 
 def _save_beside(run: Run, session: SaveSession, request: SaveRequest, prepared: PreparedSave) -> None:
@@ -268,12 +268,12 @@ def forget(run: Run) -> None:
 
 def _final(run: Run, output: str | Path | None) -> Place:
     """The folder of the checkpoint. A save in the background goes on after the script has changed its folder."""
-    run.refuse_without_objects("save_state")
+    run.refuse_without_objects()
     if output is None:
         return paths.absolute(folder.step_folder(root_of(run), run.counters.step))
     final = paths.named(output, "save_state")
     if isinstance(final, Path):
-        paths.refuse_working_folder(final, "save_state", output)
+        paths.refuse_working_folder(final, output)
     return final
 
 
@@ -296,11 +296,8 @@ def _request(run: Run, session: SaveSession, final: Place, output: str | Path | 
         keep_every=section.keep_every,
         unless_equal=session.last == final and not run.hooks.at_save,
         compare_buffers="buffers" not in session.has_warned_of,
-        claim=partial(_claim, session, final.parent) if output is None else _nothing,
+        claim=partial(_claim, session, final.parent) if output is None else lambda: None,
     )
-
-
-def _nothing() -> None: ...
 
 
 def _claim(session: SaveSession, root: Place) -> None:
@@ -345,7 +342,7 @@ def root_of(run: Run) -> Place:
 def _warn_of_open_window(run: Run) -> None:
     done = run.counters.micro_step
     if done and not run.accumulation.sync_gradients and run.process.rank == 0:
-        logger.warning(
+        log.warning(
             "checkpoint: saved inside an accumulation window (micro-batch %d of %d); a resumed run repeats the "
             "window from its start: save after an optimizer step.",
             done,

@@ -165,7 +165,7 @@ def _from_code(given: Config | Mapping[str, Any] | str | Path) -> Settings:
         chosen = _set_names(given)
         if "num_processes" not in chosen:  # checks across keys need the world size
             given = given.model_copy(update={"num_processes": launched().world_size})
-        config, notes = built_in_python(given, "Accelerator(config=...)")
+        config, notes = built_in_python(given)
         for note in notes:
             log.info("%s", note)
         found = Settings(config, dict.fromkeys(chosen, "Accelerator(config=...)"))

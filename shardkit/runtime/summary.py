@@ -19,6 +19,7 @@ from shardkit.distributed.process import Process
 from shardkit.distributed.tensors import every_parameter, is_fsdp, local_part, unwrapped
 from shardkit.runtime.run import Run
 from shardkit.sharding import precision
+from shardkit.sharding.gradient_sync import parameters_of_group
 from shardkit.wording import count_text, counted
 
 _LONGEST_LIST = 4
@@ -129,7 +130,7 @@ def unit_texts(model: nn.Module) -> list[str]:
     units = Counter[tuple[str, int]]()
     for name, module in model.named_modules():
         if is_fsdp(module):
-            owned = [one.sharded_param for group in groups_of(root_of(module)) for one in group.fsdp_params]
+            owned = [parameter for group in groups_of(root_of(module)) for parameter in parameters_of_group(group)]
             units[type(module).__name__ if name else "root", sum(map(torch.Tensor.numel, owned))] += 1
     ordered = sorted(units.items(), key=lambda unit: (unit[0][0] == "root", -unit[1]))
     return [

@@ -36,6 +36,17 @@ class RankNumbers:
         return self.process_index == self.num_processes - 1
 
 
+def distributed_type_of(mode: str, world_size: int, device: torch.device) -> DistributedType:
+    """What runs in this mode, by the names of the configuration."""
+    if mode == "xla" or device.type == "xla":
+        return DistributedType.XLA
+    if mode == "fsdp":
+        return DistributedType.FSDP
+    if mode == "single" or world_size == 1:
+        return DistributedType.NO
+    return DistributedType.MULTI_CPU if device.type == "cpu" else DistributedType.MULTI_GPU
+
+
 class Topology(RankNumbers):
     """The topology of a run."""
 
@@ -44,16 +55,8 @@ class Topology(RankNumbers):
     @property
     def distributed_type(self) -> DistributedType:
         """FSDP, MULTI_GPU or MULTI_CPU (DDP), NO (one process without sharding), XLA: what runs."""
-        config, device = self._run.config, self._run.device
-        match config.mode:
-            case "fsdp":
-                return DistributedType.FSDP
-            case "xla":
-                return DistributedType.XLA
-            case "ddp" if config.num_processes > 1:
-                return DistributedType.MULTI_CPU if device.type == "cpu" else DistributedType.MULTI_GPU
-            case _:
-                return DistributedType.NO
+        config = self._run.config
+        return distributed_type_of(config.mode, config.num_processes, self._run.device)
 
     @property
     def num_processes(self) -> int:  # type: ignore[override]
@@ -118,7 +121,7 @@ class Topology(RankNumbers):
     @property
     def data_parallel_shard_rank(self) -> int:
         """Index of this rank's shard within its replica."""
-        return layout.part_of(self._run.mesh)
+        return layout.shard_of(self._run.mesh)
 
     @property
     def tensor_parallel_rank(self) -> int:

@@ -49,21 +49,21 @@ _RANGES = (
 def checkpoint_blocks(
     model: nn.Module, blocks: Iterable[nn.Module], recompute: Literal["blocks", "operators"] = "blocks", every: int = 1
 ) -> None:
-    """Apply activation checkpointing to every n-th of the blocks; see `change_blocks`.
+    """Apply activation checkpointing to every n-th of the blocks; see `recompute_blocks`.
 
     With `operators`, the outputs of attention and of every second matrix product are saved, and the rest is recomputed:
     half of the products, for about half of the memory savings of whole blocks.
     """
     if recompute == "operators":
         SAC_IGNORED_OPS.update(_RANGES)
-    change_blocks(model, blocks, partial(_checkpoint, keeps_products=recompute == "operators"), every)
+    recompute_blocks(model, blocks, partial(_checkpoint, keeps_products=recompute == "operators"), every)
 
 
-def change_blocks(
-    model: nn.Module, blocks: Iterable[nn.Module], change: Callable[[nn.Module], None], every: int = 1
+def recompute_blocks(
+    model: nn.Module, blocks: Iterable[nn.Module], change: Callable[[nn.Module], None], every: int
 ) -> None:
-    """Call `change` on every n-th of the blocks, in the order of the model's modules. It should only replace `forward`,
-    so that module names stay the same."""
+    """Call `change`, which lets a block recompute its forward, on every n-th of the blocks, in the order of the model's
+    modules; disable the model's key-value cache. `change` should only replace `forward`, so that module names stay."""
     chosen = {id(block) for block in blocks}
     ordered = [module for module in model.modules() if id(module) in chosen]
     for block in ordered[::every]:

@@ -2,7 +2,7 @@
 
 fp16 and bf16 hooks lose precision. PowerSGD sends a low-rank approximation, and adds its error to the gradients of the
 next step. The errors are not in checkpoints: after a load PowerSGD starts without them, and sends whole gradients
-for `power_sgd_start_step` steps again (`forget_rests`).
+for `power_sgd_start_step` steps again (`forget_errors`).
 """
 
 from typing import Any
@@ -37,12 +37,12 @@ def register(model: DistributedDataParallel, section: DdpConfig) -> None:
         start_powerSGD_iter=section.power_sgd_start_step,
     )
     model.register_comm_hook(state, hook)
-    vars(model)["_shardkit_rests"] = state
+    vars(model)["_shardkit_power_sgd"] = state
 
 
-def forget_rests(model: nn.Module) -> bool:
+def forget_errors(model: nn.Module) -> bool:
     """Reset PowerSGD's state, since its errors belong to other weights. Returns whether the model uses PowerSGD."""
-    state = vars(model).get("_shardkit_rests")
+    state = vars(model).get("_shardkit_power_sgd")
     if state is None:
         return False
     fresh = PowerSGDState(None, state.matrix_approximation_rank, state.start_powerSGD_iter)

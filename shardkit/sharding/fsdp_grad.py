@@ -27,7 +27,7 @@ _records: Any = WeakIdKeyDictionary()
 """A weak reference to FSDP2's record of each sharded parameter that was gathered once."""
 
 
-def note(parameter: FSDPParam) -> None:
+def redirect(parameter: FSDPParam) -> None:
     """Makes gradients for the sharded parameter those of its gathered one."""
     _install()
     _records[parameter.sharded_param] = ref(parameter)

@@ -48,7 +48,7 @@ from shardkit.sharding.fsdp_internals import (
     warn_of_newer,
 )
 from shardkit.sharding.fsdp_recovery import recover_if_broken_off, recover_if_raised
-from shardkit.sharding.hooks import accumulates, hook_weakly, is_in_backward, tell_apart
+from shardkit.sharding.hooks import accumulates, hook_weakly, is_in_backward, track_autograd
 from shardkit.sharding.offloaded_gradients import Turns
 from shardkit.sharding.outputs import LeftOnModules, may_be_differentiated
 from shardkit.sharding.trace import Trace, set_trace
@@ -315,7 +315,7 @@ def adopt(model: nn.Module, on_gathered: Callable[[FSDPParam], None]) -> Trace:
     `on_gathered` is called for each parameter when it is gathered for the first time.
     """
     warn_of_newer(torch.__version__)
-    tell_apart()
+    track_autograd()
     shared = _Pass()
     offloaded = [parameter for parameter in parameters_of(model) if parameter.offload_to_cpu]
     turns = Turns(offloaded) if offloaded else None
@@ -359,7 +359,7 @@ class _Once:
         gathered = parameter._unsharded_param
         if gathered.is_floating_point() or gathered.is_complex():
             hook_weakly(gathered, UnitState._gradient_arrived, self._state)
-            fsdp_grad.note(parameter)
+            fsdp_grad.redirect(parameter)
         self._then(parameter)
 
 

@@ -122,7 +122,7 @@ class EndOfBackward:
         self._then = then
         self._running: list[ReferenceType[_RunningBackward]] = []
         self._is_open = False
-        hooks.tell_apart()
+        hooks.track_autograd()
         for parameter in parameters:
             if parameter.is_floating_point() or parameter.is_complex():
                 hooks.hook_weakly(parameter, EndOfBackward._note, self)

@@ -21,7 +21,7 @@ def is_in_backward() -> bool:
 
 def accumulates() -> bool:
     """Whether the backward that runs leaves gradients in parameters; that of `torch.autograd.grad` returns them. It is
-    known from the first call of `tell_apart` on."""
+    known from the first call of `track_autograd` on."""
     return _accumulates
 
 
@@ -34,8 +34,8 @@ _accumulates, _times_returned = True, 0
 
 
 @cache
-def tell_apart() -> None:
-    """Makes the functions above know. Has an effect once per process."""
+def track_autograd() -> None:
+    """Lets `accumulates` and `times_returned` know of each backward from now on. Has an effect once per process."""
     wrap_backward(_run_backward)
 
 

@@ -1,23 +1,23 @@
-"""In-place arithmetic of sharded tensors that is an error in torch: `total += p.grad.norm()`, where a number of a
-sharded tensor goes into a plain one; and a sum into what has one element along the sharded dim, such as the bias of a
-single output, by a tensor that is whole: the gradient of a penalty (torch takes such a dim for one that is broadcast);
-and between meshes over the same ranks: a library that shards a reference model itself, with `fully_shard(model)`, gets
-a mesh without our names, and then mixes the trained weights into it; and of a norm or another value that is pending:
-`p.grad.norm().clamp_(min=eps)` of adaptive clipping, `norm += eps`; and the identity of `nn.init.eye_`, which torch
-would write into each rank's part, of another size then; and into `empty_like(p.T @ p)`, which torch takes for pending,
-so that what each rank writes is added up; and with plain tensors of the whole shape, which count as equal on all ranks:
-noise added to a gradient, a mask. (Checked on torch 2.11 to 2.15.)
+"""In-place arithmetic of sharded tensors that torch refuses or gets wrong; here it is that of whole tensors.
+
+    total += p.grad.norm()           a number of a sharded tensor goes into a plain tensor
+    bias.grad.add_(whole)            one element along the sharded dim: torch takes such a dim for one to broadcast
+    p.add_(other)                    meshes over the same ranks: a reference model that a library has sharded itself
+    norm.clamp_(min=eps)             the value is pending
+    nn.init.eye_(p)                  torch would write the identity into each rank's part, of another size then
+    empty_like(p.T @ p)              torch takes it for pending: what each rank writes would be added up
+    p.grad.add_(noise)               a plain tensor of the whole shape counts as equal on all ranks
+
+Checked on torch 2.11 to 2.15.
 """
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
 
-from shardkit.distributed.tensors import is_dtensor, local_part, own_part, whole
+from shardkit.distributed.tensors import from_part, is_dtensor, local_part, own_part, whole
 from shardkit.errors import UsageError
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
 from shardkit.sharding.settled import (
@@ -58,7 +58,7 @@ def _change(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return operator(tensor, whole(value), **kwargs)  # a plain tensor counts as equal on all ranks
     tensor, value = args = with_own_parts(args)
     if is_dtensor(tensor) and is_dtensor(value) and _are_over_the_same_ranks(tensor.device_mesh, value.device_mesh):
-        value = _on(tensor.device_mesh, value.placements, value)
+        value = from_part(local_part(value), value, tensor.device_mesh, value.placements)
         args = (tensor, value)
     if is_dtensor(tensor) and is_dtensor(value) and value.shape == tensor.shape and is_single(tensor):
         operator(local_part(tensor), local_part(redistributed(value, tensor.placements)), **kwargs)
@@ -93,7 +93,7 @@ def _empty(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = as_torch_does(operator, args, kwargs)
     if not is_dtensor(found) or not is_pending(found):
         return found
-    return _on(found.device_mesh, settled_placements(found), found)
+    return from_part(local_part(found), found, found.device_mesh, settled_placements(found))
 
 
 def _refuse_transposition(*_: Any) -> NoReturn:
@@ -106,8 +106,3 @@ def _refuse_transposition(*_: Any) -> NoReturn:
 def _are_over_the_same_ranks(mesh: DeviceMesh, other: DeviceMesh) -> bool:
     """Whether two meshes that torch takes for different ones differ in the names of their axes only."""
     return mesh != other and mesh.device_type == other.device_type and torch.equal(mesh.mesh, other.mesh)
-
-
-def _on(mesh: DeviceMesh, placements: Sequence[Placement], value: DTensor) -> DTensor:
-    part = value.to_local()
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())

@@ -60,6 +60,6 @@ def replica_of(mesh: DeviceMesh | None, rank: int) -> int:
     return mesh.get_local_rank(REPLICATE) if REPLICATE in (mesh.mesh_dim_names or ()) else 0
 
 
-def part_of(mesh: DeviceMesh | None) -> int:
+def shard_of(mesh: DeviceMesh | None) -> int:
     """The number of this rank's shard of its replica."""
     return 0 if mesh is None else mesh.get_local_rank(SHARD)

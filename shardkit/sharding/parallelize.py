@@ -93,7 +93,7 @@ def distribute(
     refuse_old(torch.__version__)
     from shardkit.sharding.fsdp import Carried, finish, shard
 
-    home = _home(config, process)
+    home = _device_of_shards(config, process)
     carried = Carried.of(units)
     shard(model, units, config, mesh, offloads=home != process.device)
     _fill(model, units, config, weights, process.device, home)
@@ -105,7 +105,7 @@ def distribute(
 def load_weights(model: nn.Module, config: Config, process: Process, weights: Path) -> None:
     """Load a safetensors file, or a folder of them, into a distributed model, each rank its part. Collective. Raises
     ModelError on all ranks."""
-    fill(model, [], process.device, _home(config, process), weights, seed=0)  # no tensor is without values
+    fill(model, [], process.device, _device_of_shards(config, process), weights, seed=0)  # no tensor is without values
 
 
 def refuse_old(version: str) -> None:
@@ -324,7 +324,7 @@ def _fill(
     fill(model, units.units, device, parameter_device, weights, seed)
 
 
-def _home(config: Config, process: Process) -> torch.device:
+def _device_of_shards(config: Config, process: Process) -> torch.device:
     """The device of sharded parameters, their gradients and optimizer state."""
     if config.fsdp.offload_params and process.device.type == "cpu":
         log.info("fsdp_offload_params: no effect on the CPU: parameters and gradients are already in host memory.")

@@ -36,7 +36,7 @@ def _reduced(tensor: DTensor) -> Any:
     if all(placement.is_replicate() for placement in tensor.placements):
         return local_part(tensor).requires_grad_(tensor.requires_grad).__reduce_ex__(2)
     if tensor.device_mesh.size() > 1 and any(placement.is_shard() for placement in tensor.placements):
-        _tell()
+        _warn_of_parts()
     plain: torch.Tensor = tensor
     if type(tensor) is ShardedParameter:
         plain = sharded_like(local_part(tensor), tensor)
@@ -55,7 +55,7 @@ def _deep_copy(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
 
 
 @cache
-def _tell() -> None:
+def _warn_of_parts() -> None:
     log.warning(
         "torch.save: sharded tensors are pickled, so this rank writes its own part of each only, which cannot be read "
         "without the files of all ranks; accelerator.save_model(model, folder) and save_state() write whole tensors, "

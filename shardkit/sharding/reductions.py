@@ -1,13 +1,15 @@
-"""Reductions of sharded tensors, as in penalties and statistics of weights: `mse_loss(p, before)`, `(p > 9).any()`.
+"""Reductions of sharded tensors in which torch differs from those of whole tensors, as in penalties and statistics.
 
-torch's are those of whole tensors but for these: means of losses (of parts that differ in size it takes the mean of
-their means, and divides the gradient by the elements of a part), sums of norms that are pending, sums over the dims [],
-which torch itself takes in gradients, any() and all() in further arithmetic, allclose(), quotients by sums that are
-pending, running sums and the places of largest values along a dim that is counted from the end, which torch does not
-take for the sharded one, the largest and smallest values, or their places, of a tensor of which a rank has no part:
-that rank alone would raise; gradients of parts, as of `qkv.weight.chunk(3)[0].norm()`, which it joins with plain zeros;
-and joins of values that are pending in different ways, as in `torch.stack([p.mean(), p.norm()])`. (Checked on torch
-2.11, which alone is wrong in the quotients, 2.13 and 2.15.)
+    mse_loss(p, before)              torch takes the mean of the parts' means, also where parts differ in size
+    sum, mean                        of norms that are pending; over the dims [], which torch itself takes in gradients
+    a / p.sum()                      a divisor that is pending (torch 2.11 alone is wrong)
+    (p > 9).any(), all(), allclose   in further arithmetic
+    cumsum, argmax                   along a dim counted from the end, which torch does not take for the sharded one
+    max, min, argmax, norm           where a rank has no part: that rank alone would raise
+    qkv.weight.chunk(3)[0].norm()    its gradient joins parts with plain zeros
+    stack([p.mean(), p.norm()])      values that are pending in different ways
+
+Checked on torch 2.11, 2.13 and 2.15.
 """
 
 import math
@@ -15,11 +17,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import Partial
 
 from shardkit.distributed.tensors import is_dtensor
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
-from shardkit.sharding.settled import has_empty_part, replicated, settle, with_own_parts
+from shardkit.sharding.settled import as_replicated, has_empty_part, replicated, settle, with_own_parts
 
 _aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # the numbers of ATen's reductions
@@ -91,10 +93,7 @@ def _join(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     What is pending in different ways, such as a mean and a norm, is settled first."""
     tensors, *others = args
     mesh = next(one.device_mesh for one in tensors if is_dtensor(one))
-    everywhere = [Replicate()] * mesh.ndim
-    tensors = [
-        one if is_dtensor(one) else DTensor.from_local(one, mesh, everywhere, run_check=False) for one in tensors
-    ]
+    tensors = [one if is_dtensor(one) else as_replicated(one, mesh) for one in tensors]
     if any(one.placements != tensors[0].placements for one in tensors):
         tensors = [settle(one) for one in tensors]
     return as_torch_does(operator, (tensors, *others), kwargs)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardkit.distributed.tensors import is_dtensor, local_part, own_part, part_on_mesh, sharded_like
+from shardkit.distributed.tensors import from_part, is_dtensor, local_part, own_part, part_on_mesh, sharded_like
 from shardkit.sharding.copied_parts import CopiedPart, as_copy
 
 _ASSIGNING = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__"}
@@ -202,7 +201,7 @@ def of_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     for tensor, whole in zip(_written(function, args, kwargs), wholes, strict=True):
         if is_dtensor(tensor):
             local_part(tensor).copy_(own_part(whole, tensor))
-    return tree_map(lambda value: _shared(value, mesh) if isinstance(value, torch.Tensor) else value, result)
+    return tree_map(lambda value: as_replicated(value, mesh) if isinstance(value, torch.Tensor) else value, result)
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -214,11 +213,9 @@ def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     return [given[argument.name] for argument in schema.arguments if argument.is_write and argument.name in given]
 
 
-def _shared(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def as_replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """The replicated DTensor of a tensor that is equal on all ranks."""
-    placements = [Replicate()] * mesh.ndim
-    layout = SimpleNamespace(device_mesh=mesh, placements=placements, shape=tensor.shape, stride=tensor.stride)
-    return sharded_like(tensor, layout)
+    return from_part(tensor, tensor, mesh, [Replicate()] * mesh.ndim)
 
 
 def _one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from shardkit.log import get_logger
 from shardkit.model.weights import read_header
 from shardkit.wording import first_few
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 
 
 def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
@@ -73,7 +73,7 @@ def _warn_of_rest(weights: Path, unused: set[str], kept: list[str]) -> None:
     if not kept or rank() != 0:
         return
     what = f"has {first_few(sorted(unused), 5)}, which the model does not have" if unused else "is not the whole model"
-    logger.warning("weights: %s: %s; the model keeps its own values of %s.", weights, what, first_few(kept, 5))
+    log.warning("weights: %s: %s; the model keeps its own values of %s.", weights, what, first_few(kept, 5))
 
 
 def _where(weights: Path) -> dict[str, Path]:

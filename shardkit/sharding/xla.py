@@ -31,7 +31,7 @@ def shard(model: nn.Module, units: Units, blocks: Iterable[nn.Module], config: C
     replicated = {id(p) for p in units.replicated.values()}
     _move(model, replicated if settings.shards(config) else {id(p) for p in every_parameter(model)})
     if settings.recomputes(config):
-        activation.change_blocks(model, blocks, _recompute, config.shardkit.recompute_every)
+        activation.recompute_blocks(model, blocks, _recompute, config.shardkit.recompute_every)
     for unit in units.units:  # the last is the model
         activation.change_forward(unit.module, "inference mode", _without_inference_mode)
     if not settings.shards(config):

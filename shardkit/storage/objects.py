@@ -45,7 +45,7 @@ REMEDIES = {
 EXTRAS = {"s3fs": "shardkit[s3]", "gcsfs": "shardkit[gcs]"}
 _PHRASES = frozenset(status.phrase for status in HTTPStatus)
 
-logger = get_logger(__name__)
+log = get_logger(__name__)
 Result = TypeVar("Result")
 
 
@@ -110,7 +110,7 @@ def _ask(url: Url, what: str, action: Callable[[Any, str], Result], tries: int =
 def wait_after(number: int, trouble: str, tries: int = TRIES) -> None:
     """After failed try `number` (from 1): log a warning and wait, each time twice as long."""
     pause = PAUSE_S * 2 ** (number - 1)
-    logger.warning("storage: %s; try %d of %d in %.1f s.", trouble, number + 1, tries, pause)
+    log.warning("storage: %s; try %d of %d in %.1f s.", trouble, number + 1, tries, pause)
     time.sleep(pause)
 
 
@@ -302,11 +302,11 @@ def _settle(url: Url, data: bytes, before: Seen | None, write: Callable[[Any, st
             failed = error
             continue
         if there == data:
-            logger.warning("storage: %s: a write had no answer (%s), but succeeded.", url, message_of(failed))
+            log.warning("storage: %s: a write had no answer (%s), but succeeded.", url, message_of(failed))
             return
         if is_refusal(failed) or (before is None and there is not None):
             raise FileExistsError(errno.EEXIST, "another process has written it", str(url)) from failed
-        logger.warning("storage: %s: a write had no answer (%s); trying again.", url, message_of(failed))
+        log.warning("storage: %s: a write had no answer (%s); trying again.", url, message_of(failed))
         time.sleep(PAUSE_S)
     raise OutcomeUnknown(
         errno.EIO, f"it is unknown whether it was written ({message_of(failed)})", str(url)

@@ -17,7 +17,7 @@ from shardkit.sizes import in_words
 RANK_BYTES = 8 * 2**30
 # The assumed write speed of a machine: a network file system on 10 Gb/s.
 SAVE_BYTES_PER_S = 10**9
-SPARE = 1.2
+MARGIN = 1.2
 _ROUND_S = 600
 
 
@@ -63,14 +63,14 @@ def sized(
             f"run shardkit plan{config_flag(file) if file else f' --model {shlex.quote(model)}'} for advice."
         )
     stop_s = config.shardkit.launch.stop_timeout_s
-    if save_s * SPARE > stop_s:
+    if save_s * MARGIN > stop_s:
         notes.append(
             f"note: by the plan a machine saves {in_words(writers * state)}, about {save_s:.0f} s at 1 GB/s, "
             f"but shardkit.launch.stop_timeout_s is {stop_s:g}; add --set shardkit.launch.stop_timeout_s="
-            f"{math.ceil(save_s * SPARE / 30) * 30}."
+            f"{math.ceil(save_s * MARGIN / 30) * 30}."
         )
     steps_s = None
     if steps is not None and found.time is not None:
-        slowest = steps * found.time.slowest_s * SPARE
+        slowest = steps * found.time.slowest_s * MARGIN
         steps_s = -(-int(slowest) // _ROUND_S) * _ROUND_S + _ROUND_S
     return Sizes(ranks * (RANK_BYTES + host.total + copied), steps_s, tuple(notes))

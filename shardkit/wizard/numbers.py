@@ -8,7 +8,7 @@ from shardkit.config.schema import Config, DistributedType, FsdpConfig, Sharding
 from shardkit.errors import ShardkitError
 from shardkit.model.describe import ModelDescription
 from shardkit.plan.answer import fits
-from shardkit.plan.closed_form import Estimate, estimate, with_strategy
+from shardkit.plan.closed_form import Estimate, estimate, with_fsdp, with_strategy
 from shardkit.plan.devices import Device
 from shardkit.plan.suggest import Candidate, suggest
 from shardkit.sizes import GIB, MIB, in_words
@@ -138,17 +138,13 @@ def _less_memory(s: Situation, config: Config, peak_bytes: int) -> list[str]:
     assert s.model is not None
     tried = {
         "FULL_SHARD": with_strategy(config, ShardingStrategy.FULL_SHARD),
-        "activation checkpointing": _with_fsdp(config, activation_checkpointing=True),
+        "activation checkpointing": with_fsdp(config, activation_checkpointing=True),
     }
     if config.mode == "fsdp" and not s.on_cpu:
-        tried["CPU offload"] = _with_fsdp(config, offload_params=True)
+        tried["CPU offload"] = with_fsdp(config, offload_params=True)
     found = {name: _estimate(s.model, other, s) for name, other in tried.items()}
     found["more machines"] = _estimated(_Model(s.model), config.model_dump_json(), s.world_size * 2, s.per_machine)
     return [name for name, other in found.items() if other and other.memory.peak.total < peak_bytes]
-
-
-def _with_fsdp(config: Config, **update: object) -> Config:
-    return config.model_copy(update={"fsdp": config.fsdp.model_copy(update=update)})
 
 
 def _fits(found: Estimate, device: Device) -> bool | None:
@@ -160,7 +156,7 @@ def _offload_estimates(s: Situation) -> tuple[Estimate | None, Estimate | None]:
     if s.model is None or s.strategy is None:
         return None, None
     config = with_strategy(_config(s), s.strategy)
-    return _estimate(s.model, config, s), _estimate(s.model, _with_fsdp(config, offload_params=True), s)
+    return _estimate(s.model, config, s), _estimate(s.model, with_fsdp(config, offload_params=True), s)
 
 
 def with_peaks(s: Situation, field: str, options: Sequence[Option]) -> Sequence[Option]:
