@@ -868,6 +868,24 @@ def test_log_accepts_dicts_of_numbers_and_anything_before_the_trackers_start(cle
     assert json.loads(line).items() >= {"step": 2, "loss": 2.0, "parts/a": 1, "parts/b/c": 0.5}.items()
 
 
+def test_a_scripts_own_tracker_gets_what_the_script_logs(clean_states, tmp_path):
+    class Mine(import_module("shardkit.compat.tracking").GeneralTracker):
+        name, requires_logging_directory, said = "mine", False, []
+
+        def log(self, values, step=None, **arguments):
+            self.said.append((values, step))
+
+    image = object()
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path, log_with=Mine())
+    accelerator.init_trackers("run")
+    accelerator.log({"loss": 2.0}, step=7)  # counts otherwise than the optimizer: it has done no step
+    accelerator.log({"image": image, "size": 3})
+    accelerator.end_training()
+    assert Mine.said == [({"loss": 2.0}, 7), ({"image": image, "size": 3}, None)]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 7, "loss": 2.0}, {"step": 0, "size": 3}]
+
+
 # ---- attributes that scripts set ----
 
 

@@ -117,6 +117,7 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
         self.rng_types = list(rng_types or [])
         self._parallelism_config = parallelism_config
         self._logged_alone: set[str] = set()
+        self._run.trackers.counts_for_objects = False
         state = AcceleratorState(_run=self._run)
         state.parallelism_config = parallelism_config
         compiles = DynamoBackend.INDUCTOR if self.config.shardkit.compile else DynamoBackend.NO
@@ -301,8 +302,9 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """As shardkit's. A dict among the values is logged as one value per key, `name/key`. Before `init_trackers`
-        nothing is recorded or checked: libraries log images there, too."""
+        """As shardkit's. A dict among the values is logged as one value per key, `name/key`; wandb, trackio and a
+        script's own trackers get a step only where the script gives one. Before `init_trackers` nothing is recorded
+        or checked: libraries log images there, too."""
         super().log(_flat(values) if self._run.trackers.active else {}, step, log_kwargs)
 
     def end_training(self) -> None:
