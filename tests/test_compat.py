@@ -676,6 +676,25 @@ def test_the_main_process_saves_alone_where_the_script_says_so(ranks, tmp_path):
     ]
 
 
+def plateau_on_the_main_process():
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    schedule.step(1.0)
+    if accelerator.is_main_process:
+        with pytest.raises(UsageError) as caught:
+            schedule.step(0.5)
+        return str(caught.value)
+    return None
+
+
+def test_a_schedule_by_a_metric_is_stepped_on_every_rank(ranks):
+    refused, _ = ranks.run(2, plateau_on_the_main_process)
+    assert refused.startswith("scheduler.step: every rank must call it, but only some do (got the condition at ")
+
+
 def ends_on_the_main_process(folder):
     accelerator = Accelerator(cpu=True, project_dir=folder)
     accelerator.init_trackers("run")
