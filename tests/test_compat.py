@@ -695,6 +695,26 @@ def test_a_schedule_by_a_metric_is_stepped_on_every_rank(ranks):
     assert refused.startswith("scheduler.step: every rank must call it, but only some do (got the condition at ")
 
 
+def test_scripts_make_schedulers_of_accelerates_class(clean_states):
+    made = import_module("shardkit.compat.scheduler").AcceleratedScheduler
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(UsageError, match=r"AcceleratedScheduler: not a prepared optimizer \(got SGD\); give the"):
+        made(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), optimizer)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with_optimizer = made(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), optimizer)
+    always = made(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), [optimizer], step_with_optimizer=False)
+    assert isinstance(always, made) and isinstance(accelerator.prepare(with_optimizer), made)
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            with_optimizer.step()
+            always.step()
+    assert (with_optimizer.scheduler.last_epoch, always.scheduler.last_epoch) == (1, 2)
+
+
 def ends_on_the_main_process(folder):
     accelerator = Accelerator(cpu=True, project_dir=folder)
     accelerator.init_trackers("run")
