@@ -676,6 +676,45 @@ def test_the_main_process_saves_alone_where_the_script_says_so(ranks, tmp_path):
     ]
 
 
+def plateau_on_the_main_process():
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    schedule.step(1.0)
+    if accelerator.is_main_process:
+        with pytest.raises(UsageError) as caught:
+            schedule.step(0.5)
+        return str(caught.value)
+    return None
+
+
+def test_a_schedule_by_a_metric_is_stepped_on_every_rank(ranks):
+    refused, _ = ranks.run(2, plateau_on_the_main_process)
+    assert refused.startswith("scheduler.step: every rank must call it, but only some do (got the condition at ")
+
+
+def test_scripts_make_schedulers_of_accelerates_class(clean_states):
+    made = import_module("shardkit.compat.scheduler").AcceleratedScheduler
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(UsageError, match=r"AcceleratedScheduler: not a prepared optimizer \(got SGD\); give the"):
+        made(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), optimizer)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with_optimizer = made(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), optimizer)
+    always = made(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), [optimizer], step_with_optimizer=False)
+    assert isinstance(always, made) and isinstance(accelerator.prepare(with_optimizer), made)
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            with_optimizer.step()
+            always.step()
+    assert (with_optimizer.scheduler.last_epoch, always.scheduler.last_epoch) == (1, 2)
+
+
 def ends_on_the_main_process(folder):
     accelerator = Accelerator(cpu=True, project_dir=folder)
     accelerator.init_trackers("run")
@@ -866,6 +905,24 @@ def test_log_accepts_dicts_of_numbers_and_anything_before_the_trackers_start(cle
     accelerator.end_training()
     (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line).items() >= {"step": 2, "loss": 2.0, "parts/a": 1, "parts/b/c": 0.5}.items()
+
+
+def test_a_scripts_own_tracker_gets_what_the_script_logs(clean_states, tmp_path):
+    class Mine(import_module("shardkit.compat.tracking").GeneralTracker):
+        name, requires_logging_directory, said = "mine", False, []
+
+        def log(self, values, step=None, **arguments):
+            self.said.append((values, step))
+
+    image = object()
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path, log_with=Mine())
+    accelerator.init_trackers("run")
+    accelerator.log({"loss": 2.0}, step=7)  # counts otherwise than the optimizer: it has done no step
+    accelerator.log({"image": image, "size": 3})
+    accelerator.end_training()
+    assert Mine.said == [({"loss": 2.0}, 7), ({"image": image, "size": 3}, None)]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 7, "loss": 2.0}, {"step": 0, "size": 3}]
 
 
 # ---- attributes that scripts set ----

@@ -171,3 +171,28 @@ def test_gradients_in_buckets_are_known(ranks):
     """Others, such as freed ones, would look as if a script had replaced them: a rank would create its reducer again,
     alone, and all would wait for ever."""
     assert ranks.run(2, gradients_noted) == [[True] * 6] * 2
+
+
+def begins_anew_in_a_window() -> list[float]:
+    """The gradients of a window whose first forward lets DDP begin anew, as a converted model or a thawed parameter
+    does, with two turns of the optimizer in each micro-batch, as GANs have."""
+    accelerator = Accelerator(config=config_of(), gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    model.double()
+    found = []
+    for size in ((1, 10), (100, 1000)):
+        with accelerator.accumulate(model):
+            for mean in size:
+                mine = mean * (2 * accelerator.process_index + 1) / 2
+                accelerator.backward(model(torch.full((1, 1), mine, dtype=torch.float64)).sum())
+                found.append(model.weight.grad.item())
+                optimizer.step()
+                optimizer.zero_grad()
+    return found
+
+
+def test_a_window_stays_one_where_ddp_begins_anew(ranks):
+    first, second = ranks.run(2, begins_anew_in_a_window)
+    assert first[2:] == second[2:] == [(1 + 10 + 100) / 2, 1000 / 2]
+    assert first[0] != second[0]  # not exchanged within the window

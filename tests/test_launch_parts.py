@@ -790,9 +790,10 @@ def test_the_words_for_a_failure():
     text = diagnosis.render(diagnosis.diagnose([mixed]), 0.0, "runs/x")
     assert "accelerator.register_forward_method(model, name)" in text and "Averages of the weights (EMA)" in text
     assert "raise fsdp_min_num_params" in text
-    average = replace(error(0), message="aten.copy_.default got mixed torch.Tensor and DTensor, need to convert all")
-    text = diagnosis.render(diagnosis.diagnose([RankOutcome(0, exit_code=1, error=average)]), 0.0, "runs/x")
-    assert "Averages of the weights (EMA) that were made before prepare" in text and "register_forward" not in text
+    for operator in ("copy_.default", "_foreach_lerp_.Scalar", "add_.Tensor"):
+        average = replace(error(0), message=f"aten.{operator} got mixed torch.Tensor and DTensor, need to")
+        text = diagnosis.render(diagnosis.diagnose([RankOutcome(0, exit_code=1, error=average)]), 0.0, "runs/x")
+        assert "Averages of the weights (EMA) that were made before" in text and "register_forward" not in text
     written = RankOutcome(0, exit_code=1, error=replace(error(0), message="data pointer on an invalid python storage."))
     text = diagnosis.render(diagnosis.diagnose([written]), 0.0, "runs/x")
     assert "state_dict = accelerator.get_state_dict(model)" in text

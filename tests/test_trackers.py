@@ -356,6 +356,22 @@ def test_a_step_may_be_a_number_of_numpy_or_torch(tmp_path, alone):
     assert [line["step"] for line in lines_of(tmp_path / "run" / "metrics.jsonl")] == [3, 4, 4.5]
 
 
+class TakesAll(Mine):
+    takes_objects = True
+
+
+def test_objects_go_to_trackers_that_take_them(tmp_path, alone):
+    mine, image = TakesAll(), object()
+    accelerator = Accelerator(config=ALONE, log_with=["csv", mine], project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    accelerator.log({"loss": 1.0, "image": image}, step=3)
+    accelerator.log({"image": [image]})
+    with pytest.raises(UsageError, match=r"'pixels': not one number \(got 4 of them\)"):
+        accelerator.log({"image": image, "pixels": torch.ones(4)})
+    assert mine.said[1:] == [({"loss": 1.0, "image": image}, 3, {}), ({"image": [image]}, 0, {})]
+    assert lines_of(tmp_path / "run" / "metrics.jsonl") == [{"step": 3, "loss": 1.0}]
+
+
 def test_a_configuration_that_json_cannot_hold_is_kept_as_text(tmp_path):
     tracker, loop = JsonLines(tmp_path, lambda: False), {}
     loop["loop"] = loop

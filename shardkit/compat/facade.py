@@ -35,6 +35,7 @@ from shardkit.compat.states import AcceleratorState, PartialState
 from shardkit.compat.touched import TOUCHED, note_member, note_scheduler
 from shardkit.compat.window import GradientState
 from shardkit.config.schema import StateDictType
+from shardkit.distributed import collectives
 from shardkit.distributed.collectives import leaves
 from shardkit.distributed.tensors import is_fsdp
 from shardkit.errors import UsageError
@@ -117,6 +118,8 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
         self.rng_types = list(rng_types or [])
         self._parallelism_config = parallelism_config
         self._logged_alone: set[str] = set()
+        self._run.trackers.counts_for_objects = False
+        self._run.mean_metric = self._mean_metric
         state = AcceleratorState(_run=self._run)
         state.parallelism_config = parallelism_config
         compiles = DynamoBackend.INDUCTOR if self.config.shardkit.compile else DynamoBackend.NO
@@ -248,14 +251,21 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
         if place is None:
             return False
         if self.is_fsdp2 or not self.is_main_process:
-            raise UsageError(
-                f"{call}: every rank must call it, but only some do (got the condition at "
-                f"{place}); call it outside of the condition."
-            )
+            raise _called_by_some(call, place)
         if call not in self._logged_alone:
             self._logged_alone.add(call)
             log.info("%s: only rank 0 calls it (the condition at %s), so rank 0 saves alone.", call, place)
         return True
+
+    def _mean_metric(self, metric: float) -> float:
+        """The mean over all ranks of what a schedule decides by. Collective: raises UsageError where the script steps
+        the schedule on the main process only."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and str(frame.f_globals.get("__name__")).startswith("shardkit."):
+            frame = frame.f_back
+        if self.use_distributed and (place := place_of_one_rank(frame, "step")) is not None:
+            raise _called_by_some("scheduler.step", place)
+        return collectives.mean_number(metric)
 
     def load_state(
         self, input_dir: str | Path | None = None, load_kwargs: Any = None, **load_model_func_kwargs: Any
@@ -293,8 +303,9 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """As shardkit's. A dict among the values is logged as one value per key, `name/key`. Before `init_trackers`
-        nothing is recorded or checked: libraries log images there, too."""
+        """As shardkit's. A dict among the values is logged as one value per key, `name/key`; wandb, trackio and a
+        script's own trackers get a step only where the script gives one. Before `init_trackers` nothing is recorded
+        or checked: libraries log images there, too."""
         super().log(_flat(values) if self._run.trackers.active else {}, step, log_kwargs)
 
     def end_training(self) -> None:
@@ -332,6 +343,13 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
         """Raises UsageError: sequence parallelism is not supported."""
         raise UsageError("deepspeed_ulysses_dl_adapter: sequence parallelism is not supported (got a call); use FSDP.")
+
+
+def _called_by_some(call: str, place: str) -> UsageError:
+    return UsageError(
+        f"{call}: every rank must call it, but only some do (got the condition at {place}); call it outside of the "
+        "condition."
+    )
 
 
 def _flat(values: Any) -> Any:

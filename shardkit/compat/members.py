@@ -75,7 +75,8 @@ MEMBERS: dict[str, str] = {
     "wait_for_everyone": _SAME,
     "init_trackers": "values are always written as JSON lines, too",
     "get_tracker": _SAME,
-    "log": "numbers, texts and dicts of them; anything else is an error that names the tracker's own method",
+    "log": "numbers, texts and dicts of them; images, tables, lists go to wandb, trackio and a script's own trackers, "
+    "and are an error without one",
     "end_training": "also waits for a running background save; on the main process only: finishes the trackers",
     "save": "safetensors or JSON instead of pickle; --accelerates-meaning save uses torch.save",
     "save_model": "every rank writes its part, nothing is gathered; on the main process only: as save_state",

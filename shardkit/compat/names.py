@@ -59,7 +59,7 @@ STANDS_IN: dict[str, dict[str, str]] = {
         ),
     },
     "optimizer": {"shardkit.runtime.optimizer": "AcceleratedOptimizer"},
-    "scheduler": {"shardkit.runtime.lr_scheduler": "AcceleratedScheduler"},
+    "scheduler": {"shardkit.compat.schedulers": "AcceleratedScheduler"},
     "big_modeling": {
         "shardkit.compat.models": (
             "init_empty_weights init_on_device load_checkpoint_in_model remove_hook_from_submodules"

@@ -16,6 +16,7 @@ class GeneralTracker(Tracker):
 
     main_process_only = True
     requires_logging_directory = False
+    takes_objects = True
 
 
 def get_available_trackers() -> list[LoggerType]:

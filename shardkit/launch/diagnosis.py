@@ -52,9 +52,9 @@ _BY_MESSAGE = (
         "the system allows no more processes or threads: raise ulimit -u, or the container's limit (pids.max)",
     ),
     (
-        r"aten\.(_foreach_)?(copy|lerp)_\S* got mixed torch.Tensor and DTensor",
-        "a sharded parameter was copied into a plain tensor. Averages of the weights (EMA) that were made before "
-        "prepare, or on the main process alone, do so: make them on every rank, after prepare from "
+        r"aten\.(_foreach_)?(copy|lerp|add)_\S* got mixed torch.Tensor and DTensor",
+        "a sharded parameter was copied into a plain tensor, or added to it. Averages of the weights (EMA) that were "
+        "made before prepare, or on the main process alone, do so: make them on every rank, after prepare from "
         "model.parameters(), or as a copy of the model from before prepare that is prepared, too. p.full_tensor() on "
         "every rank returns a whole copy",
     ),

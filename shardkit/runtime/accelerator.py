@@ -322,11 +322,11 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Logs numbers and texts by name to all trackers, on rank 0. `step` defaults to the optimizer step. Any rank
-        may call it. Raises UsageError where a value is neither number nor text, on every rank that calls it."""
+        """Logs numbers and texts by name to all trackers, on rank 0; images and tables to wandb and trackio. `step`
+        defaults to the optimizer step. Any rank may call it. Raises UsageError where a value is neither number nor
+        text and no tracker takes it, on every rank that calls it."""
         measured = {} if self._speed is None else self._speed.values()
-        step = self.counters.step if step is None else step
-        self._run.trackers.log(values, step, log_kwargs, measured)
+        self._run.trackers.log(values, step, self.counters.step, log_kwargs, measured)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """A tracker by its name, or with `unwrap` its native object: a wandb run, TensorBoard's writer. On other ranks

@@ -30,10 +30,12 @@ class AcceleratedScheduler(Forwarding):
         optimizers: Sequence[AcceleratedOptimizer],
         accumulation: Accumulation,
         steps_with_optimizer: bool = True,
+        mean_metric: Callable[[float], float] = collectives.mean_number,
     ) -> None:
         self._optimizers = optimizers
         self._accumulation = accumulation
         self._steps_with_optimizer = steps_with_optimizer
+        self._mean_metric = mean_metric
         self._called_after = 0
         self._steps_before = {id(one): one.steps_taken for one in optimizers}
         self.steps_per_call = 1
@@ -50,7 +52,7 @@ class AcceleratedScheduler(Forwarding):
                 return
             if self._note_skip():
                 return
-        args, arguments = _with_mean_metric(self.scheduler.step, args, arguments)
+        args, arguments = _with_mean_metric(self.scheduler.step, args, arguments, self._mean_metric)
         for _ in range(self.steps_per_call):
             if self.steps_per_call == 1 or self._has_steps_left():
                 self.scheduler.step(*args, **arguments)
@@ -93,7 +95,7 @@ _METRICS = ("metrics", "metric")
 
 
 def _with_mean_metric(
-    step: Callable[..., Any], args: tuple[Any, ...], arguments: dict[str, Any]
+    step: Callable[..., Any], args: tuple[Any, ...], arguments: dict[str, Any], mean: Callable[[float], float]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of `step`, with the mean of all ranks' metrics where it takes one and has got one."""
     if not (args or arguments):
@@ -105,5 +107,5 @@ def _with_mean_metric(
     for name in _METRICS:
         value = given.arguments.get(name)
         if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-            given.arguments[name] = collectives.mean_number(float(value))
+            given.arguments[name] = mean(float(value))
     return given.args, given.kwargs

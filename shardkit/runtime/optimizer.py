@@ -48,6 +48,11 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         self.optimizer = optimizer
         accumulation.optimizers.add(self)
 
+    @property
+    def accumulation(self) -> Accumulation:
+        """The accumulation windows in which it steps."""
+        return self._accumulation
+
     def __repr__(self) -> str:
         return f"Accelerated{self.optimizer!r}"
 

@@ -306,7 +306,7 @@ def _scheduler(run: Run, scheduler: Any) -> AcceleratedScheduler:
     if isinstance(scheduler, AcceleratedScheduler):  # prepared before free_memory
         scheduler = scheduler.scheduler
     prepared = AcceleratedScheduler(
-        scheduler, run.optimizers, run.accumulation, run.loops.step_scheduler_with_optimizer
+        scheduler, run.optimizers, run.accumulation, run.loops.step_scheduler_with_optimizer, run.mean_metric
     )
     run.schedulers.append(prepared)
     return prepared

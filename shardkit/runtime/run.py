@@ -3,7 +3,7 @@ their facade."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.config.schema import Config
 from shardkit.data.loader import PreparedLoader
+from shardkit.distributed import collectives
 from shardkit.distributed.background_agreement import BackgroundAgreement
 from shardkit.distributed.process import Process
 from shardkit.errors import UsageError
@@ -86,6 +87,8 @@ class Run:
     """As `saving`, for saves that rank 0 makes without the others."""
     counters: Counters = field(default_factory=Counters)
     """Steps, micro-batches and samples so far."""
+    mean_metric: Callable[[float], float] = collectives.mean_number
+    """The mean over all ranks of what a schedule decides by."""
     is_resumed: bool = False
     announced: int = 0
     """How many of the models are in what the run has printed."""

@@ -58,7 +58,7 @@ class Replica(DistributedDataParallel):
         takes_attributes = vars(self).pop("_takes_attributes", False)
         # By the id of a parameter, its gradient in the reducer's buckets and the address of that.
         self._in_buckets: dict[int, tuple[torch.Tensor, int]] = {}
-        mine = {name: value for name, value in vars(self).items() if name in _OF_EVERY_MODULE}
+        mine = {name: value for name, value in vars(self).items() if name in _KEPT}
         for name in ("reducer", "logger", "_group_after_reducer"):  # destroying the old reducer removes its hooks
             vars(self).pop(name, None)
         _leave_out_empty(model)
@@ -324,8 +324,9 @@ def _rename(model: nn.Module, state_dict: dict[str, Any], found: str, expected: 
 _reducing: WeakSet[Replica | GradientMean] = WeakSet()
 """What reduces gradients of replicated models, also of those that an Accelerator has freed."""
 
-_OF_EVERY_MODULE = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
-"""Attributes of every module, such as hooks, which are kept when the reducer is created again."""
+_KEPT = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"} | {"require_backward_grad_sync"}
+"""Attributes that are kept when the reducer is created again: those of every module, such as hooks, and whether
+gradients are reduced, since the forward that does so may be of a micro-batch whose are not."""
 
 
 def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:

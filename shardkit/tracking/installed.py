@@ -129,7 +129,9 @@ class TensorBoard(_Begun):
 
 
 class _Run(_Begun):
-    """A tracker whose native object is a run that takes all values of a step at once."""
+    """A tracker whose native object is a run that takes all values of a step at once, images and tables among them."""
+
+    takes_objects = True
 
     @property
     def run(self) -> Any:

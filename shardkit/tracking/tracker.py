@@ -22,6 +22,8 @@ class Tracker:
     """The name for `get_tracker`."""
     requires_logging_directory = False
     main_process_only = True
+    takes_objects = False
+    """Whether `log` also takes values that are neither numbers nor texts, such as images."""
 
     @property
     def tracker(self) -> Any:
@@ -84,19 +86,27 @@ class NoTracker(Tracker):
         return f"<no {self.name} on this rank>"
 
 
-def refuse_others(values: Any, step: Any = None) -> None:
+def refuse_others(values: Any, step: Any = None, objects_are_taken: bool = False) -> None:
     """Raises UsageError where values are not numbers and texts by name, or the step is none of these. Checks types
-    only, so it is the same on all ranks."""
+    only, so it is the same on all ranks. `objects_are_taken`: whether a tracker takes other objects."""
     if not isinstance(values, Mapping):
         raise UsageError(f'log: not values by name (got {type(values).__name__}); write {{"loss": loss}}.')
     if text := _problem("step", step):
         raise UsageError(f"log: step: {text}; give a number, or leave it out: it is the optimizer step then.")
-    problems = [f"{name!r}: {text}" for name, value in values.items() if (text := _problem(name, value))]
+    checked = {name: None if objects_are_taken and is_object(value) else value for name, value in values.items()}
+    problems = [f"{name!r}: {text}" for name, value in checked.items() if (text := _problem(name, value))]
     if problems:
         raise UsageError(
-            f"log: {'; '.join(problems[:3])}; log its mean, or pass it to a tracker that supports it: "
-            'accelerator.get_tracker("wandb").log(...).'
+            f"log: {'; '.join(problems[:3])}; log its mean, or use a tracker that takes it: "
+            'log_with="wandb", accelerator.get_tracker("wandb").log(...).'
         )
+
+
+def is_object(value: Any) -> bool:
+    """Whether the value is neither number, text, tensor nor array: an image, a table, a list."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return False
+    return not hasattr(value, "full_tensor") and not callable(getattr(value, "item", None))
 
 
 def plain(value: Any) -> float | int | str | bool | None:
@@ -130,7 +140,7 @@ def _problem(name: Any, value: Any) -> str | None:
         return None
     if hasattr(value, "full_tensor"):
         return "a sharded tensor (got a DTensor)"
-    if not callable(getattr(value, "item", None)):
+    if is_object(value):
         return f"not a number or text (got {type(value).__name__})"
     size = value.numel() if callable(getattr(value, "numel", None)) else getattr(value, "size", 1)
     return None if size == 1 else f"not one number (got {size} of them)"

@@ -13,7 +13,7 @@ from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.tracking.installed import Mlflow, TensorBoard, Trackio, WeightsAndBiases
 from shardkit.tracking.records import Csv, JsonLines
-from shardkit.tracking.tracker import NoTracker, Step, Tracker, plain, refuse_others
+from shardkit.tracking.tracker import NoTracker, Step, Tracker, is_object, plain, refuse_others
 
 log = get_logger(__name__)
 
@@ -61,6 +61,9 @@ class Trackers:
         self.selected, self._is_main, self._loads = selected, is_main, loads
         self._loads_seen = 0
         self._has_announced = False
+        self.counts_for_objects = True
+        """Whether trackers that take objects get the optimizer step, too, where a call has none. They drop what comes
+        with a smaller step than before, and a script for Accelerate may count otherwise in its other calls."""
         self.active: list[Tracker] = []
         """The trackers on this rank, in the order of `log_with`; the default jsonl file comes last."""
         self._by_name: dict[str, Tracker] = {}
@@ -118,13 +121,15 @@ class Trackers:
         self,
         values: Mapping[str, Any],
         step: Any,
+        optimizer_step: int,
         arguments: Mapping[str, Mapping[str, Any]] | None = None,
         measured: Mapping[str, float] | None = None,
     ) -> None:
-        """Logs the values, and the `measured` ones, to all trackers. Raises UsageError on every rank where a value is
-        neither number nor text."""
-        refuse_others(values, step)
-        step = plain(step)
+        """Logs the values, and the `measured` ones, to all trackers; objects to those that take them. Raises UsageError
+        on every rank where a value is neither number nor text, and no selected tracker takes objects."""
+        refuse_others(values, step, any(_takes_objects(one) for one in self.selected))
+        given: Any = plain(step)
+        step = optimizer_step if given is None else given
         if not self.active:
             if not self._has_announced:
                 self._has_announced = True
@@ -132,8 +137,12 @@ class Trackers:
             return
         refuse_unknown("log: log_kwargs", arguments or {}, {tracker.name for tracker in self.active})
         self._note_loads(step, frozenset(values))
+        numbers = {name: value for name, value in values.items() if not is_object(value)}
         for tracker in self.active:
-            tracker.log({**values, **(measured or {})}, step=step, **(arguments or {}).get(tracker.name, {}))
+            found = {**(values if tracker.takes_objects else numbers), **(measured or {})}
+            at = step if self.counts_for_objects or not tracker.takes_objects else given
+            if found or not values:
+                tracker.log(found, step=at, **(arguments or {}).get(tracker.name, {}))
 
     def finish(self) -> None:
         """Finishes all trackers. A second call does nothing."""
@@ -213,6 +222,10 @@ def _name(given: Any) -> str | Tracker:
         return f"the class {given.__name__}"
     value = getattr(given, "value", given)
     return value.lower() if isinstance(value, str) else f"a {type(given).__name__}"
+
+
+def _takes_objects(one: str | Tracker) -> bool:
+    return (KNOWN[one][0] if isinstance(one, str) else one).takes_objects
 
 
 def is_installed(name: str) -> bool:
