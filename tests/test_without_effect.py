@@ -2,7 +2,8 @@
 
 import pytest
 
-from shardkit.config import files
+from shardkit.config import files, validation
+from shardkit.config.schema import Config
 
 ENGINES = {
     "one process": "distributed_type: NO\nnum_processes: 1\n",
@@ -99,3 +100,16 @@ def test_a_setting_beside_others_is_noted(text, words):
 )
 def test_a_setting_that_acts_beside_others_is_not_noted(text):
     assert files.read_text(text).notes == []
+
+
+DDP = {"distributed_type": "MULTI_CPU", "use_cpu": "true", "num_processes": "2"}
+
+
+def test_a_default_that_is_asked_for_is_noted():
+    """FULL_SHARD beside DDP: who writes the strategy expects shards."""
+    asked = files.read_text("distributed_type: MULTI_GPU\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD}\n").notes
+    (of_flag,) = files.resolve(settings=DDP | {"fsdp.offload_params": "false"}).notes
+    _, of_code = validation.built_in_python(Config(**DDP, fsdp={"sharding_strategy": "FULL_SHARD"}))
+    assert all(len(notes) == 1 and "sharding_strategy: has no effect with" in notes[0] for notes in (asked, of_code))
+    assert "fsdp.offload_params: has no effect with distributed_type MULTI_CPU" in of_flag
+    assert not files.read_text("distributed_type: MULTI_GPU\nfsdp_config: {fsdp_offload_params: false}\n").notes

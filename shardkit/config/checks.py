@@ -6,7 +6,7 @@ first key, and omitted while one of its keys has an invalid value.
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from shardkit.config.document import shortened
 from shardkit.config.findings import Finding
@@ -42,10 +42,11 @@ def problems(config: Config) -> list[Finding]:
     return [finding for rule in rules for finding in rule(config)]
 
 
-def notes(config: Config) -> list[Finding]:
-    """Notes: it runs, but perhaps not as expected."""
-    rules = (without_effect, _what_fsdp2_does, _precision, _machines)
-    return [finding for rule in rules for finding in rule(config)]
+def notes(config: Config, asked: Collection[str] = ()) -> list[Finding]:
+    """Notes: it runs, but perhaps not as expected. `asked`: names of settings that are wanted, also if the value is the
+    default."""
+    rules = (_what_fsdp2_does, _precision, _machines)
+    return [*without_effect(config, asked), *(finding for rule in rules for finding in rule(config))]
 
 
 def _processes(config: Config) -> Iterator[Finding]:

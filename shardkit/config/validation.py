@@ -33,9 +33,17 @@ def build(layer: Layer) -> tuple[Config, dict[str, Origin]]:
     layer.problems += [
         _located(layer, finding) for finding in checks.problems(config) if not broken & set(finding.keys)
     ]
-    layer.notes += [_located(layer, finding) for finding in checks.notes(config) if not broken & set(finding.keys)]
+    asked = {".".join(path) for path, entry in entries.items() if _is_asked_for(path, entry)}
+    notes = checks.notes(config, asked)
+    layer.notes += [_located(layer, finding) for finding in notes if not broken & set(finding.keys)]
     origins = {key.name: entries[path].origin if path in entries else DEFAULT for path, key in all_keys().items()}
     return config, origins
+
+
+def _is_asked_for(path: Path, entry: SettingEntry) -> bool:
+    """Whether somebody wants this value, even if it is the default. Files also have defaults that a wizard wrote, but
+    the strategy only where it acts."""
+    return entry.direct and (entry.origin.kind == "flag" or path == _STRATEGY)
 
 
 def built_in_python(config: Config) -> tuple[Config, list[str]]:
@@ -49,7 +57,8 @@ def built_in_python(config: Config) -> tuple[Config, list[str]]:
     problems = lines(checks.problems(config))
     if problems:
         raise ConfigError(problems)
-    return config, lines(checks.notes(config))
+    asked = {".".join(_STRATEGY)} if "sharding_strategy" in config.fsdp.model_fields_set else set()
+    return config, lines(checks.notes(config, asked))
 
 
 def settled(config: Config) -> Config:

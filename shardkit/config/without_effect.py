@@ -1,9 +1,9 @@
 """Settings that have no effect where they are: notes, one for each reason. Pure functions of a Config.
 
-A rule names settings, and says where these act. Only settings that differ from their default are noted.
+A rule names settings, and says where these act. Settings that have their default are noted only if asked for.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -23,10 +23,10 @@ class Rule(NamedTuple):
     because: str
 
 
-def without_effect(config: Config) -> Iterator[Finding]:
-    """A note for each rule with settings that are changed and have no effect."""
+def without_effect(config: Config, asked: Collection[str]) -> Iterator[Finding]:
+    """A note for each rule with settings that are changed, or asked for, and have no effect."""
     for rule in _rules(config):
-        changed = [name for name in rule.names if _is_changed(config, name)]
+        changed = [name for name in rule.names if name in asked or _is_changed(config, name)]
         if changed and not rule.acts:
             yield Finding((changed[0], rule.because), _with_others(rule.text, changed[1:]))
 
