@@ -105,7 +105,8 @@ _BY_MESSAGE = (
     (
         r"^'\w+' object has no attribute 'module'$",
         "only DDP's wrapper has .module; a sharded model, and that of one process, is the script's own: use "
-        "accelerator.unwrap_model(model), which is right for all of them",
+        "accelerator.unwrap_model(model), which is right for all of them; to save weights, on every rank "
+        "accelerator.save_model(model, folder)",
     ),
     (
         "trying to initialize the default process group twice",
