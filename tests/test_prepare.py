@@ -436,6 +436,35 @@ def test_a_loader_made_in_each_round_is_dropped_with_its_data_and_has_an_order_o
     assert accelerator.resume(data_position=False) and kept
 
 
+@pytest.mark.parametrize("most", [1, 9])
+def test_a_loader_made_in_an_evaluation_is_not_missed_where_the_run_is_resumed(alone, tmp_path, most):
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(config={"use_cpu": True}, project_config=project)
+    model = nn.Linear(1, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(torch.ones(6, 1)))
+    )
+
+    def evaluate() -> object:
+        made = accelerator.prepare(DataLoader(TensorDataset(torch.ones(4, 1))))
+        for number, (x,) in enumerate(made, 1):
+            model(x)
+            if number == most:
+                break
+        return made
+
+    for (x,) in loader:
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        made = evaluate()
+    accelerator.save_state()
+    accelerator.free_memory()
+    *_, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(torch.ones(6, 1))))
+    accelerator.load_state()
+    assert loader.epoch == 1 and made
+
+
 def test_a_resumed_run_that_makes_a_loader_in_each_round_goes_on_with_the_order_of_the_next(alone, tmp_path):
     project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
     settings = {"use_cpu": True, "shardkit": {"seed": 0, "checkpoint": {"resume": "auto"}}}

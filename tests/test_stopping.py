@@ -97,6 +97,23 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_boundary(ranks, tmp_path):
     assert all("after step 0" in message for message in ranks.run(2, told_to_stop_in_evaluation, str(path)))
 
 
+def test_a_resumed_run_that_prepares_a_larger_model_later_is_not_told_that_nothing_was_resumed(alone, tmp_path, caplog):
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    settings = {"use_cpu": True, "shardkit": {"checkpoint": {"resume": "auto"}}}
+    accelerator = Accelerator(config=settings, project_config=project)
+    for size in (1, 2):
+        model = nn.Linear(1, size)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if size == 1:
+            accelerator.save_state()
+            assert accelerator.resume()
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+        accelerator.free_memory()
+    assert "nothing was resumed" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("loop", "project_dir", "is_signalled", "is_told"),
     [

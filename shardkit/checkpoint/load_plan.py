@@ -308,7 +308,10 @@ def _unclaimed(live: Live, index: Index, common: dict[str, Any]) -> list[Differe
 
 
 def _unclaimed_loaders(live: Live, common: dict[str, Any]) -> list[Difference]:
-    missing = [name for name in common["loaders"] if name not in live.loaders]
+    """Of loaders that are trained on. Others begin at their start anyway; an evaluation may make one in each call."""
+    purposes = {name: values.decode(saved, no_tensor).get("purpose") for name, saved in common["loaders"].items()}
+    trained = {name for name, purpose in purposes.items() if purpose == "training"} or set(purposes)
+    missing = [name for name in purposes if name in trained - set(live.loaders)]
     if not missing:
         return []
     return [

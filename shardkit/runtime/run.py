@@ -130,7 +130,7 @@ class Run:
         self.evaluated = {}
         self.trees = WeakKeyDictionary()
         self.loaders, self.generators, self.registered, self.taken = [], [], [], []
-        self.is_resumed = self.is_triggered = False
+        self.is_triggered = False
         self.announced = 0
         self.counters.forget_window()
         self.counters.loaders = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Set
+from contextlib import suppress
 from functools import cache, partial, wraps
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -80,7 +81,7 @@ class Replica(DistributedDataParallel):
         if self._section.comm_hook != "no":
             ddp_hooks.register(self, self._section)
         elif any(precision.reduce_dtype(self._reduce_in, dtype) is not dtype for dtype in dtypes):
-            self.register_comm_hook(self._reduce_in, _mean_hook)
+            self.register_comm_hook(self._reduce_in, ddp_hooks.mean_reduced_in)
         self._takes_attributes = takes_attributes
 
     def _present_kinds(self) -> list[tuple[bool, torch.dtype, tuple[int, ...]]]:
@@ -184,12 +185,6 @@ class Replica(DistributedDataParallel):
             reducer._check_reducer_finalized()
         except RuntimeError:
             is_unseen = True
-        if is_unseen and self._missing and self._settings["find_unused_parameters"]:
-            raise ModelError(
-                "DDP: the gradients are not reduced, since the output depends on parameters that the loss does not "
-                "depend on, as where it has only derivatives of the output (got no gradient of "
-                f"{self._names_of([p for p in self._all if id(p) in self._missing])}); freeze them."
-            )
         if is_unseen:
             raise ModelError(
                 "DDP: the gradients are not reduced, since torch's reducer does not see those of some parameters (got "
@@ -222,15 +217,13 @@ class Replica(DistributedDataParallel):
 
     def _refuse_missing(self, missing: list[nn.Parameter]) -> None:
         if missing:
+            names = {id(p): fqn for fqn, p in self.module.named_parameters()}
+            of_missing = list(dict.fromkeys(names.get(id(p), "those no longer in it") for p in missing))
             raise ModelError(
                 f"DDP: the gradients are not reduced, since parameters of the model have no gradient (got none for "
-                f"{self._names_of(missing)}); set shardkit.ddp_find_unused_parameters: true, or freeze them; "
+                f"{first_few(of_missing, 3)}); set shardkit.ddp_find_unused_parameters: true, or freeze them; "
                 "change and tie modules before prepare."
             )
-
-    def _names_of(self, parameters: list[nn.Parameter]) -> str:
-        names = {id(p): fqn for fqn, p in self.module.named_parameters()}
-        return first_few(list(dict.fromkeys(names.get(id(p), "those no longer in it") for p in parameters)), 3)
 
     def _after_backward(self, arrived: list[torch.Tensor]) -> None:
         self.is_first_backward = False
@@ -240,8 +233,7 @@ class Replica(DistributedDataParallel):
             call()
 
     def _reduce_rest(self, arrived: list[torch.Tensor]) -> None:
-        """Reduce the gradients that torch's reducer does not reduce. `arrived`: parameters with a gradient in this
-        backward."""
+        """Reduce gradients that torch's reducer does not. `arrived`: parameters with a gradient in this backward."""
         if self._left is not None:
             take_mean_([p for p in self._left if p.requires_grad], self._may_be_unused)
             return
@@ -252,7 +244,9 @@ class Replica(DistributedDataParallel):
             left_out = self._all
         elif managed:
             self._is_awaited = False
-            if self._missing and not self._may_be_unused:
+            if self._missing and self._settings["find_unused_parameters"]:  # torch's own end of backward comes first
+                torch.autograd.Variable._execution_engine.queue_callback(self._finish_waiting_reducer)
+            elif self._missing and not self._may_be_unused:
                 self._finish_reducer()
             self._note_buckets()
         take_mean_([p for p in left_out if p.requires_grad], self._may_be_unused)
@@ -267,6 +261,17 @@ class Replica(DistributedDataParallel):
         # torch sets zeros where there is no gradient, at the end of backward.
         without = [parameter for parameter in missing if parameter.grad is None]
         torch.autograd.Variable._execution_engine.queue_callback(partial(_drop_gradients, without))
+
+    def _finish_waiting_reducer(self) -> None:
+        """The same with `find_unused_parameters`, where the reducer waits for what the output depends on and the loss
+        does not: it has only derivatives of the output, or is that of one of two heads."""
+        reducer: Any = self.reducer
+        try:
+            reducer._check_reducer_finalized()
+        except RuntimeError:
+            for number in [self._managed[id(p)] for p in self._all if id(p) in self._missing]:
+                with suppress(RuntimeError):  # the reducer refuses those that it does not wait for
+                    reducer._autograd_hook(number)
 
 
 class ReplicaOfSeveral(Replica):
@@ -394,8 +399,3 @@ def _unchecked_group() -> Any:
         return dist.new_group()
     finally:
         dist.set_debug_level(level)
-
-
-def _mean_hook(dtype, bucket):
-    """As `mean_sent_in`, in `dtype`, or in the dtype of fp64 and complex gradients."""
-    return ddp_hooks.mean_sent_in(precision.reduce_dtype(dtype, bucket.buffer().dtype), bucket)

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.config.schema import DdpConfig
-from shardkit.sharding.precision import DTYPES
+from shardkit.sharding.precision import DTYPES, reduce_dtype
 
 
 def register(model: DistributedDataParallel, section: DdpConfig) -> None:
@@ -60,3 +60,8 @@ def mean_sent_in(dtype, bucket):
     sent = buffer.to(dtype, copy=True).div_(dist.get_world_size())
     future = dist.all_reduce(sent, async_op=True).get_future()
     return future.then(lambda done: buffer.copy_(done.value()[0]))
+
+
+def mean_reduced_in(dtype, bucket):
+    """As `mean_sent_in`, in `dtype`, or in the dtype of fp64 and complex gradients."""
+    return mean_sent_in(reduce_dtype(dtype, bucket.buffer().dtype), bucket)

@@ -234,14 +234,27 @@ def gradient_penalty_alone(run: Run) -> None:
             assert parameter.grad is None
 
 
-@loop(
-    fsdp=BY_SIZE,
-    shardkit={"ddp_find_unused_parameters": True},
-    refused={3: "the output depends on parameters that the loss does not depend on, as where it has only derivatives"},
-    is_long_run_only=True,
-)
+@loop(fsdp=BY_SIZE, shardkit={"ddp_find_unused_parameters": True})
 def gradient_penalty_alone_with_unused(run: Run) -> None:
     gradient_penalty_alone(run)
+
+
+@loop(fsdp=BY_SIZE, shardkit={"ddp_find_unused_parameters": True})
+def gradient_penalty_with_a_backward_of_its_own(run: Run) -> None:
+    """A critic of which the last layer's bias has a gradient from the first of two backwards only."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+    model, optimizer = run.prepare(model, adam(model.parameters()))
+    for step in range(run.steps):
+        x = run.part(torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(step))).requires_grad_()
+        loss = (model(x.detach()) - 1).pow(2).mean()
+        run.backward(loss)
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        penalty = (gradient.norm(dim=1) - 1).pow(2).mean()
+        run.backward(penalty)
+        run.clip(model.parameters(), 0.5)
+        run.step(optimizer)
+        run.see_mean(loss + penalty)
 
 
 @loop()

@@ -108,6 +108,11 @@ def one_head_alone(run: Run) -> None:
         run.see_mean(loss)
 
 
+@loop(fsdp=BY_SIZE, shardkit={"ddp_find_unused_parameters": True})
+def one_head_alone_with_unused(run: Run) -> None:
+    one_head_alone(run)
+
+
 @loop(fsdp=BY_SIZE, is_long_run_only=True)
 def gradients_of_tasks_compared(run: Run) -> None:
     """PCGrad: where the gradients of two tasks are in conflict, one is changed."""
