@@ -330,8 +330,7 @@ _reducing: WeakSet[Replica | GradientMean] = WeakSet()
 """What reduces gradients of replicated models, also of those that an Accelerator has freed."""
 
 _KEPT = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"} | {"require_backward_grad_sync"}
-"""Attributes that are kept when the reducer is created again: those of every module, such as hooks, and whether
-gradients are reduced, since the forward that does so may be of a micro-batch whose are not."""
+"""Kept when the reducer is created again, also by the forward of a micro-batch whose gradients are not reduced."""
 
 
 def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
