@@ -9,15 +9,15 @@ create_graph=True it has a graph, for penalties on gradients and products with a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardkit.distributed.tensors import is_dtensor, own_part, sharded_like, whole
+from shardkit.distributed.tensors import is_dtensor, is_transformed, own_part, sharded_like, whole
 from shardkit.errors import UsageError
 from shardkit.sharding.gradient_sync import are_used_anywhere, average_
 from shardkit.sharding.hooks import wrap_backward
@@ -59,6 +59,8 @@ def _run_backward(
         )
     all_inputs, may_miss = (*inputs, *gathered.values()), allow_unreachable or bool(gathered)
     found = run(outputs, gradients, retain_graph, create_graph, all_inputs, may_miss, accumulate_grad=accumulate_grad)
+    if create_graph and not accumulate_grad and not is_transformed():
+        _note_graph(found)
     if accumulate_grad or not gathered:
         return found
     results = list(found[: len(inputs)])
@@ -72,6 +74,30 @@ def _run_backward(
             f"number {results.index(None)} of {len(inputs)}); leave it out, or set allow_unused=True."
         )
     return tuple(results)
+
+
+class _Graph:
+    """A graph of gradients that no backward has come through. It lives as long as the graph, whose hooks hold it."""
+
+
+_waiting: WeakSet[_Graph] = WeakSet()
+
+
+def _note_graph(gradients: Sequence[torch.Tensor | None]) -> None:
+    graph = _Graph()
+    for gradient in gradients:
+        if gradient is not None and gradient.requires_grad:
+            gradient.register_hook(partial(_come_through, graph))
+            _waiting.add(graph)
+
+
+def _come_through(graph: _Graph, _: torch.Tensor) -> None:
+    _waiting.discard(graph)
+
+
+def is_graph_waiting() -> bool:
+    """Whether a backward may still come through a graph of gradients, which refers to gathered parameters."""
+    return bool(_waiting)
 
 
 def _gathered(value: Any) -> torch.Tensor | None:

@@ -65,8 +65,8 @@ class _Pass:
     """A graph of gradients exists, which refers to gathered parameters: nothing is freed or reduced until the backward
     that uses it has ended."""
     is_second_due_again: bool = False
-    """That backward ends, and keeps the graph for another one (retain_graph=True): gradients are reduced, nothing is
-    freed."""
+    """A backward ends before that one, or keeps the graph for another (retain_graph=True): gradients are reduced,
+    nothing is freed."""
     before_forward: list[Callable[[], None]] = field(default_factory=list)
     """Called before each forward, at the first unit that it enters."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
@@ -100,7 +100,8 @@ class UnitState(FSDPState):
             self._pass.keeps_graph, self._pass.is_second_due = False, True
             self._begin_second_backward()
             return
-        is_due_again = self._pass.is_second_due and torch._C._autograd._get_current_graph_task_keep_graph()
+        is_kept = torch._C._autograd._get_current_graph_task_keep_graph() or fsdp_grad.is_graph_waiting()
+        is_due_again = self._pass.is_second_due and is_kept
         self._pass.is_second_due, self._pass.is_second_due_again = False, is_due_again
         super()._root_post_backward_final_callback()
         self._pass.is_second_due, self._pass.is_second_due_again = is_due_again, False

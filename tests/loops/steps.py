@@ -257,6 +257,24 @@ def gradient_penalty_with_a_backward_of_its_own(run: Run) -> None:
         run.see_mean(loss + penalty)
 
 
+@loop(fsdp=BY_SIZE, shardkit={"ddp_find_unused_parameters": True})
+def gradient_penalty_computed_before_another_backward(run: Run) -> None:
+    """Its graph waits while the backward of the loss ends, in every other step for nothing."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+    model, optimizer = run.prepare(model, adam(model.parameters()))
+    for step in range(run.steps):
+        x = run.part(torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(step))).requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        penalty = (gradient.norm(dim=1) - 1).pow(2).mean()
+        loss = (model(x.detach()) - 1).pow(2).mean()
+        run.backward(loss)
+        if step % 2 == 0:
+            run.backward(penalty)
+        run.step(optimizer)
+        run.see_mean(loss + penalty)
+
+
 @loop()
 def gradients_zeroed_by_hand(run: Run) -> None:
     """As optimizers did before they set gradients to None, and those of some libraries do."""
