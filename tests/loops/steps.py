@@ -220,11 +220,9 @@ def _penalized(run: Run, is_tied: bool = False) -> None:
 
 @loop(fsdp=BY_SIZE, refused={3: "shardkit.ddp_find_unused_parameters: true"})
 def gradient_penalty_alone(run: Run) -> None:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
-    model, optimizer = run.prepare(model, adam(model.parameters()))
+    model, optimizer = critic(run)
     for step in range(run.steps):
-        x = run.part(torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(step))).requires_grad_()
+        x = points(run, step)
         (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         loss = gradient.pow(2).sum(1).mean()
         run.backward(loss)
@@ -241,16 +239,13 @@ def gradient_penalty_alone_with_unused(run: Run) -> None:
 
 @loop(fsdp=BY_SIZE, shardkit={"ddp_find_unused_parameters": True})
 def gradient_penalty_with_a_backward_of_its_own(run: Run) -> None:
-    """A critic of which the last layer's bias has a gradient from the first of two backwards only."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
-    model, optimizer = run.prepare(model, adam(model.parameters()))
+    """The bias of the critic's last layer has a gradient from the first of two backwards only."""
+    model, optimizer = critic(run)
     for step in range(run.steps):
-        x = run.part(torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(step))).requires_grad_()
+        x = points(run, step)
         loss = (model(x.detach()) - 1).pow(2).mean()
         run.backward(loss)
-        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        penalty = (gradient.norm(dim=1) - 1).pow(2).mean()
+        penalty = penalty_at(x, model)
         run.backward(penalty)
         run.clip(model.parameters(), 0.5)
         run.step(optimizer)
@@ -260,19 +255,31 @@ def gradient_penalty_with_a_backward_of_its_own(run: Run) -> None:
 @loop(fsdp=BY_SIZE, shardkit={"ddp_find_unused_parameters": True})
 def gradient_penalty_computed_before_another_backward(run: Run) -> None:
     """Its graph waits while the backward of the loss ends, in every other step for nothing."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
-    model, optimizer = run.prepare(model, adam(model.parameters()))
+    model, optimizer = critic(run)
     for step in range(run.steps):
-        x = run.part(torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(step))).requires_grad_()
-        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        penalty = (gradient.norm(dim=1) - 1).pow(2).mean()
+        x = points(run, step)
+        penalty = penalty_at(x, model)
         loss = (model(x.detach()) - 1).pow(2).mean()
         run.backward(loss)
         if step % 2 == 0:
             run.backward(penalty)
         run.step(optimizer)
         run.see_mean(loss + penalty)
+
+
+def critic(run: Run) -> tuple[nn.Module, Any]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+    return run.prepare(model, adam(model.parameters()))
+
+
+def points(run: Run, step: int) -> torch.Tensor:
+    return run.part(torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(step))).requires_grad_()
+
+
+def penalty_at(x: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (gradient.norm(dim=1) - 1).pow(2).mean()
 
 
 @loop()
