@@ -31,8 +31,9 @@ from shardkit.compat.plugins import (
     GradientAccumulationPlugin,
     TorchDynamoPlugin,
 )
+from shardkit.compat.schedulers import set_steps_per_call
 from shardkit.compat.states import AcceleratorState, PartialState
-from shardkit.compat.touched import TOUCHED, note_member, note_scheduler
+from shardkit.compat.touched import TOUCHED, note_member
 from shardkit.compat.window import GradientState
 from shardkit.config.schema import StateDictType
 from shardkit.distributed import collectives
@@ -165,11 +166,8 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
             for name in ("train", "eval"):  # of schedule-free optimizers
                 if not hasattr(optimizer, name):
                     vars(optimizer)[name] = lambda: None
-        for scheduler in self._run.schedulers:
-            if self.num_processes > 1 and self.step_scheduler_with_optimizer:
-                note_scheduler()
-                if takes_back("scheduler") and not self.split_batches:
-                    scheduler.steps_per_call = self.num_processes
+        for scheduler in self._run.schedulers if self.step_scheduler_with_optimizer else ():
+            set_steps_per_call(scheduler, self.num_processes, self.split_batches)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True

@@ -28,11 +28,18 @@ class _Prepared(type):
                 "; give the optimizer to prepare before, or the scheduler, too, in place of this call."
             )
         prepared = lr_scheduler.AcceleratedScheduler(scheduler, own, own[0].accumulation, step_with_optimizer)
-        if step_with_optimizer and (ranks := PartialState().num_processes) > 1:
-            note_scheduler()
-            prepared.steps_per_call = ranks if takes_back("scheduler") and not split_batches else 1
+        if step_with_optimizer:
+            set_steps_per_call(prepared, PartialState().num_processes, split_batches)
         return prepared
 
 
 class AcceleratedScheduler(metaclass=_Prepared):
     """A prepared scheduler. A call makes one that is not saved with the run, as with Accelerate."""
+
+
+def set_steps_per_call(scheduler: lr_scheduler.AcceleratedScheduler, ranks: int, split_batches: bool) -> None:
+    """Gives a scheduler that steps with its optimizer Accelerate's number of steps if the run asks for it."""
+    if ranks > 1:
+        note_scheduler()
+        if takes_back("scheduler") and not split_batches:
+            scheduler.steps_per_call = ranks
