@@ -318,3 +318,25 @@ def pickles_of_a_replica():
 
 def test_a_replica_is_pickled_without_its_wrapper(ranks):
     assert ranks.run(2, pickles_of_a_replica) == [True, True]
+
+
+class WithModes(Model):
+    """A class with modes of its own, as those that merge adapters, or keep layers frozen, for evaluation."""
+
+    def train(self, mode=True, keep_frozen=False):
+        self.is_kept = keep_frozen
+        return super().train(mode)
+
+    def eval(self):
+        self.is_merged = True
+        return super().eval()
+
+
+def modes_of_a_class():
+    model = Accelerator(config=DDP).prepare(WithModes())
+    found = [model.eval() is model, model.is_merged, model.training, model.module.training]
+    return [*found, model.train(keep_frozen=True) is model, model.is_kept, model.training, model.module.training]
+
+
+def test_a_replica_has_the_modes_of_its_models_class(ranks):
+    assert ranks.run(2, modes_of_a_class) == [[True, True, False, False, True, True, True, True]] * 2

@@ -25,6 +25,7 @@ from shardkit.runtime import distributed_model
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.run import OfModel, Run, Taken
+from shardkit.sharding.ddp_names import take_names_of_replicas
 from shardkit.sharding.original_parameters import ReleasedParameter
 from shardkit.wording import first_few
 
@@ -88,8 +89,6 @@ def for_evaluation(
     distributed_model.note_trees(run, [model])
     run.evaluated[model] = distributed_model.distributed(run, model, weights, moves)
     if run.config.mode == "ddp":
-        from shardkit.sharding.ddp import take_names_of_replicas
-
         take_names_of_replicas(model)
     return model
 

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
 from functools import cache, partial, wraps
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -22,6 +21,7 @@ from shardkit.config.schema import Config, DdpConfig
 from shardkit.distributed.tensors import every_parameter, is_transformed
 from shardkit.errors import ModelError, UsageError
 from shardkit.sharding import ddp_hooks, precision
+from shardkit.sharding.ddp_names import take_names_of_replicas, take_names_of_the_model
 from shardkit.sharding.gradient_sync import EndOfBackward, GradientMean, sync_with_model, take_mean_, watch_backward
 from shardkit.sharding.parameters import refused_hooks
 from shardkit.wording import first_few
@@ -51,7 +51,7 @@ class Replica(DistributedDataParallel):
         # Of a replica whose torch reducer is gone, the parameters that it reduces by itself.
         self._left: list[nn.Parameter] | None = None
         self._watch = EndOfBackward(every_parameter(model), self._after_backward)
-        self.register_load_state_dict_pre_hook(_with_prefix)
+        take_names_of_the_model(self)
         self._takes_attributes = True  # from now on those that are not its own are the inner model's
 
     def _engage(self, model: nn.Module) -> None:
@@ -108,6 +108,18 @@ class Replica(DistributedDataParallel):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of the inner model, whose class may redefine which they are."""
         return iter(self.module.parameters()) if recurse else super().parameters(recurse=False)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the inner model, whose class may do more in it, or take other arguments."""
+        return self._in_mode(self.module.train(*args, **kwargs))
+
+    def eval(self) -> Any:
+        """That of the inner model, whose class may do more in it."""
+        return self._in_mode(self.module.eval())
+
+    def _in_mode(self, result: Any) -> Any:
+        self.training = self.module.training
+        return self if result is self.module else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A replica of a copy of the model, as torch's copy is one: an average of the weights keeps their names."""
@@ -300,30 +312,6 @@ def _leave_out_empty(model: nn.Module) -> None:
 def _drop_gradients(parameters: list[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.grad = None
-
-
-def take_names_of_replicas(model: nn.Module) -> None:
-    """Let `load_state_dict` of a model that is not in DDP also take what `state_dict()` of one in DDP gives."""
-    model.register_load_state_dict_pre_hook(_without_prefix)
-
-
-def _with_prefix(replica: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Give the names of the inner model in a state dict the prefix of DDP's module, unless they have it."""
-    _rename(replica.get_submodule("module"), state_dict, prefix, f"{prefix}module.")
-
-
-def _without_prefix(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take the prefix of DDP's module from the names in a state dict, as that of a trained copy has."""
-    _rename(model, state_dict, f"{prefix}module.", prefix)
-
-
-def _rename(model: nn.Module, state_dict: dict[str, Any], found: str, expected: str) -> None:
-    """Replace the prefix `found` in a state dict of the model by `expected`, unless that one is there."""
-    names = [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
-    if any(expected + name in state_dict for name in names) or not any(found + name in state_dict for name in names):
-        return
-    for name in [name for name in state_dict if name.startswith(found)]:
-        state_dict[expected + name.removeprefix(found)] = state_dict.pop(name)
 
 
 _reducing: WeakSet[Replica | GradientMean] = WeakSet()
