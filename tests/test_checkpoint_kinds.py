@@ -171,6 +171,13 @@ def test_what_only_the_steps_have_changed_is_not_told(tmp_path, schedule):
     assert not lines
 
 
+def test_a_rounding_error_of_a_setting_is_not_told(tmp_path):
+    checkpoints.save(live_of(lr=0.1 + 0.2), tmp_path / "c")
+    with log_lines() as lines:
+        checkpoints.load(live_of(lr=0.3), tmp_path / "c")
+    assert not lines
+
+
 def test_a_schedule_that_lacks_settings_of_another_is_refused(tmp_path):
     checkpoints.save(live_of(schedule=lambda o: lr_scheduler.ExponentialLR(o, 0.9)), tmp_path / "c")
     with pytest.raises(CheckpointError, match="another class than StepLR \\(it lacks step_size\\)"):

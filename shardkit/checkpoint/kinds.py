@@ -5,6 +5,7 @@ A load matches objects by number. Without this, a state would be given to anothe
 replaced by the saved one, without a word.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -156,14 +157,17 @@ def _arguments(item: Any) -> set[str]:
 
 
 def _changed(key: str, saved: Any, own: Any) -> list[str]:
-    """A line with both values, if they are plain and differ."""
+    """A line with both values, if they are plain and differ by more than rounding."""
     try:
         now = values.encode(own, key)
     except values.NotStorable:
         return []
     if now == saved or any(True for _ in values.tensors_in(saved)) or isinstance(own, torch.Tensor):
         return []
-    return [f"{key} {_in_words(values.decode(saved, str))}, not {_in_words(own)}"]
+    was = values.decode(saved, str)
+    if isinstance(was, float) and isinstance(own, float) and math.isclose(was, own):
+        return []
+    return [f"{key} {_in_words(was)}, not {_in_words(own)}"]
 
 
 def _in_words(value: Any) -> str:
