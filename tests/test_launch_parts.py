@@ -412,6 +412,7 @@ def test_a_port_in_use_names_its_owner():
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act for another user")
 def test_a_port_that_this_user_may_not_have_is_not_called_in_use():
+    socket.getaddrinfo("localhost", 81)  # imports a codec, whose file another user may not be allowed to read
     os.seteuid(65534)
     try:
         said = texts(preflight.port_problems(config(main_process_port=81, use_cpu=True)))
