@@ -37,7 +37,7 @@ from shardkit.launch import (
     stacks,
 )
 from shardkit.launch.diagnosis import RankOutcome
-from shardkit.launch.hangs import Rank, Seen, Verdict, is_due, judge, render, rows_of, warning
+from shardkit.launch.hangs import Rank, Seen, Verdict, is_due, judge, render, rows_of, stands_still, warning
 from shardkit.launch.output import Lines, Output
 from shardkit.launch.preflight import Machine
 from shardkit.launch.rank_files import ProgressWriter, RankError, RankProgress
@@ -988,6 +988,7 @@ def test_nobody_is_ended_who_works_or_for_whom_nobody_waits(seen, posted, plain)
     assert judge(watched, by_rank, 5.0, 20.0) is posted
     silent = {number: rank(number, 1.0, watched=False, phase="starting") for number in (0, 1)}
     assert judge(silent, by_rank, 5.0, 20.0) is plain
+    assert stands_still(seen) is (plain is Verdict.HANG)
     out_of_patience = judge(watched, by_rank, 5.0, 28.0)
     assert out_of_patience is (Verdict.HANG if posted is Verdict.SLOW and seen[0] in (WAITS, DEVICE) else posted)
 

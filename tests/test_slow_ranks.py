@@ -41,6 +41,22 @@ def test_who_works_or_says_so_goes_on_and_who_waits_in_vain_does_not(tmp_path):
     assert "First to stop: rank 1" in asleep[1]
 
 
+@pytest.mark.slow
+@pytest.mark.fault_row(44)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the CPU time of processes is read on Linux only")
+def test_ranks_that_stand_still_are_shown_long_before_the_run_is_ended(tmp_path):
+    run = Running(tmp_path, "-n", "2", script("slow"), "sleep")
+    try:
+        code, said = run.end(), run.text()
+    finally:
+        run.close()
+    assert code == 0 and said.count("came through") == 2, said
+    assert said.count("launch: for 30 s no rank has made progress or used CPU time") == 1, said
+    assert re.search(r"rank 0  step 1  .* for 3\d s  at \S*slow.py:\d+ in <module>\n", said), said
+    assert re.search(r"rank 1  step 1  .* for 3\d s  at \S*slow.py:\d+ in train, waiting for its peers\n", said), said
+    assert "The run is ended after 600 s (shardkit.launch.hang_timeout_s)" in said
+
+
 @pytest.mark.faults
 @pytest.mark.fault_row(44)
 def test_a_plain_script_that_spins_or_mismatches_is_reported(tmp_path):

@@ -5,7 +5,7 @@ progress and a rank waits for its peers in a collective, or no rank uses any CPU
 """
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -17,6 +17,8 @@ from shardkit.wording import first_few, ranks_text
 PATIENCE = 3
 """Number of hang timeouts after which a run is ended although the rank that others wait for uses CPU time: it may be in
 a slow step, or in an endless loop."""
+NOTICE_S = 30.0
+"""How long a run stands still until it is told that it will be ended."""
 
 
 @dataclass
@@ -100,7 +102,7 @@ def judge(
 ) -> Verdict:
     """The verdict on ranks that were examined. `has_others`: other machines have ranks, too. If all ranks here wait,
     then a rank there is at work, or hangs and is judged there."""
-    if any(one.stack is not None and one.stack.is_debugged for one in seen.values()):
+    if _is_debugged(seen.values()):
         return Verdict.WORK
     any_waits = any(one.may_wait for one in seen.values())
     posted = [rank.progress for rank in running.values() if rank.has_posted]
@@ -112,6 +114,17 @@ def judge(
         return Verdict.HANG if any_waits and out_of_patience else Verdict.SLOW
     # A script without an Accelerator, all ranks idle: it may be a server, or wait for a file.
     return Verdict.HANG if any_waits or posted else Verdict.SLOW
+
+
+def stands_still(seen: Iterable[Seen]) -> bool:
+    """Whether a rank waits for its peers and none is at work: a hang, if it stays so."""
+    seen = list(seen)
+    waits, works = any(one.waits for one in seen), any(one.works and not one.waits for one in seen)
+    return waits and not works and not _is_debugged(seen)
+
+
+def _is_debugged(seen: Iterable[Seen]) -> bool:
+    return any(one.stack is not None and one.stack.is_debugged for one in seen)
 
 
 @dataclass(frozen=True)
@@ -145,16 +158,31 @@ def render(rows: Iterable[HangRow], timeout_s: float, *logs: str) -> str:
     lines = [f"launch: HANG, no progress for {timeout_s:g} s", *(row.text for row in rows)]
     stacks = first_few([f"{folder}/rank*.stack" for folder in logs], 4)
     lines.append(f"  First to stop: rank {first}. The stacks of all ranks are in {stacks}.")
-    if all(row.waits for row in rows):
-        lines.append("  Every rank waits for its peers: their collectives do not match, or the network is blocked.")
-        lines.append(
-            "  Under FSDP all ranks must run the same units, as often: no loop over a layer, no generation may be\n"
-            "  longer on one rank. With --set debug=true an error names the collectives that differ."
-        )
-        if len({row.at for row in rows if row.at}) > 1:
-            lines.extend(
-                textwrap.wrap(f"  They wait at different lines: {OF_UNLIKE_CALLS}.", 110, subsequent_indent="  ")
-            )
+    lines += _on_unlike_calls(rows)
+    return "\n".join(lines)
+
+
+def _on_unlike_calls(rows: Sequence[HangRow]) -> list[str]:
+    """Lines on the cause, where every rank waits for its peers."""
+    if not all(row.waits for row in rows):
+        return []
+    lines = [
+        "  Every rank waits for its peers: their collectives do not match, or the network is blocked.",
+        "  Under FSDP all ranks must run the same units, as often: no loop over a layer, no generation may be",
+        "  longer on one rank. With --set debug=true an error names the collectives that differ.",
+    ]
+    if len({row.at for row in rows if row.at}) > 1:
+        text = f"  They wait at different lines: {OF_UNLIKE_CALLS}."
+        lines += textwrap.wrap(text, 110, subsequent_indent="  ")
+    return lines
+
+
+def notice(rows: Sequence[HangRow], timeout_s: float) -> str:
+    """What is told of ranks that stand still, long before the run is ended."""
+    lines = [f"launch: for {NOTICE_S:g} s no rank has made progress or used CPU time", *(row.text for row in rows)]
+    lines += _on_unlike_calls(rows)
+    limit = f"The run is ended after {timeout_s:g} s (shardkit.launch.hang_timeout_s)"
+    lines.append(f"  {limit}; wrap slow work in `with accelerator.pause():`.")
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardkit.errors import EXIT_PREEMPTED
@@ -83,6 +83,9 @@ class Monitor:
         self._started_s = time.monotonic()
         self._looked_s = 0.0
         self._cpu_checked_s = 0.0
+        self._glanced_s = 0.0
+        self._noticed: set[float] = set()
+        """The times of the last progress before the standstills that were told."""
         self._warned: set[tuple[int, str]] = set()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardkit-watch", daemon=True)
@@ -195,6 +198,7 @@ class Monitor:
             stopped = processes.state(rank.progress.pid) in {"T", "t"}
             rank.stopped_since_s = (rank.stopped_since_s or now) if stopped else None
         self._check_cpu(running, now)
+        self._notice_standstill(running, now)
         if now - self._looked_s < self.hang_timeout_s:
             return
         if not hangs.is_due(running, self.hang_timeout_s, now, has_peers=self._has_others or len(self.ranks) > 1):
@@ -213,6 +217,21 @@ class Monitor:
             self.rows = hangs.rows_of(self.ranks, seen, now)
             self.is_hung = self._is_over = True
             self._kill_s = time.monotonic() + (TELL_S if self._has_others else 0.0)
+
+    def _notice_standstill(self, running: dict[int, Rank], now: float) -> None:
+        """Tell once, long before the timeout, where ranks stand that make no progress. Ranks of other machines may be
+        at work: then nothing is told."""
+        if self._has_others or self.hang_timeout_s < 2 * hangs.NOTICE_S or now - self._glanced_s < hangs.NOTICE_S:
+            return
+        last = max((rank.progress.since_s for rank in running.values()), default=now)
+        if last in self._noticed or not hangs.is_due(running, hangs.NOTICE_S, now, has_peers=False):
+            return
+        self._glanced_s = now
+        seen = self._glance(running, now)
+        self._look()
+        if self.stop is None and all(rank.runs for rank in running.values()) and hangs.stands_still(seen.values()):
+            self._noticed.add(last)
+            self._say(hangs.notice(hangs.rows_of(self.ranks, seen, now), self.hang_timeout_s))
 
     def hear_of(self, alarm: Alarm) -> None:
         """Called when ranks of another machine have failed or hang: stops the detection here. For a hang, samples the
@@ -255,6 +274,21 @@ class Monitor:
             samples.append(self._stacks(ranks))
         self._read_cpu(running, time.monotonic())  # so that CPU time of the samples does not count as work
         return self._all_seen(ranks, samples, now)
+
+    def _glance(self, running: dict[int, Rank], now: float) -> dict[int, Seen]:
+        """What each rank does within one second, except stopped ones."""
+        ranks = {number: rank for number, rank in running.items() if not rank.stopped_since_s}
+        before = processes.cpu_s({rank.progress.pid for rank in ranks.values()})
+        samples = [self._stacks(ranks)]
+        self._closing.wait(CHECK_S)
+        samples.append(self._stacks(ranks))
+        used = processes.cpu_s(before)
+        seen = self._all_seen(ranks, samples, now)
+        return {
+            number: replace(one, uses_cpu=pid not in used or used[pid] - before.get(pid, 0.0) > WORK_S)
+            for number, one in seen.items()
+            for pid in [ranks[number].progress.pid]
+        }
 
     def _all_seen(self, ranks: dict[int, Rank], samples: list[dict[int, Stack]], now: float) -> dict[int, Seen]:
         return {number: self._seen(rank, [one.get(number) for one in samples], now) for number, rank in ranks.items()}

@@ -1,4 +1,4 @@
-"""slow.py WHAT: trains a step; then takes longer than the hang timeout for something. WHAT: compute, pause."""
+"""slow.py WHAT: trains a step; then something takes longer than the launcher waits. WHAT: compute, pause, sleep."""
 
 import sys
 import time
@@ -28,6 +28,8 @@ def compute(seconds: float) -> None:
 train()
 if sys.argv[1] == "compute":
     compute(9)
+elif sys.argv[1] == "sleep":
+    time.sleep(33 if accelerator.is_main_process else 0)
 elif accelerator.is_main_process:
     with accelerator.pause("evaluation"):
         time.sleep(5)
