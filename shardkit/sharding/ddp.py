@@ -148,6 +148,8 @@ class Replica(DistributedDataParallel):
             with torch.inference_mode(False), torch.no_grad():  # a reducer made in inference mode never trains
                 self._reduce_frozen()
                 self._engage(self.module)
+        if self._is_awaited and torch.is_grad_enabled() and not self.require_backward_grad_sync:
+            self._stop_waiting()  # no backward followed the last forward, and that of this one must not be taken for it
         output = super().forward(*args, **kwargs)
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._is_awaited, self._missing = True, set(self._managed)
@@ -254,6 +256,8 @@ class Replica(DistributedDataParallel):
         self._missing -= {id(parameter) for parameter in arrived}
         if not self._is_awaited:
             left_out = self._all
+            if self._settings["find_unused_parameters"]:
+                self._stop_waiting()
         elif managed:
             self._is_awaited = False
             if self._missing and self._settings["find_unused_parameters"]:  # torch's own end of backward comes first
@@ -262,6 +266,13 @@ class Replica(DistributedDataParallel):
                 self._finish_reducer()
             self._note_buckets()
         take_mean_([p for p in left_out if p.requires_grad], self._may_be_unused)
+
+    def _stop_waiting(self) -> None:
+        """Let torch's reducer wait for no backward, and forget which parameters those reached that it did not wait for:
+        with `find_unused_parameters` it would take them for used in the next one."""
+        reducer: Any = self.reducer
+        reducer._reset_state()
+        self._is_awaited = self._has_rebuilt_buckets = False
 
     def _finish_reducer(self) -> None:
         """Let torch's reducer reduce after a backward that did not reach all parameters, such as the loss of one of two

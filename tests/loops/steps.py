@@ -267,6 +267,48 @@ def gradient_penalty_computed_before_another_backward(run: Run) -> None:
         run.see_mean(loss + penalty)
 
 
+class Skipping(nn.Module):
+    """A layer is left out where a call says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor, skips: bool = False) -> torch.Tensor:
+        x = self.first(x).tanh()
+        return self.last(x if skips else self.middle(x).tanh())
+
+
+def skipping(run: Run) -> tuple[nn.Module, Any]:
+    torch.manual_seed(1)
+    model = Skipping()
+    return run.prepare(model, adam(model.parameters()))
+
+
+@loop(fsdp=BY_SIZE, shardkit={"ddp_find_unused_parameters": True})
+def a_layer_left_out_after_two_backwards(run: Run) -> None:
+    model, optimizer = skipping(run)
+    for step in range(run.steps):
+        output = model(run.draw(step, 5), skips=step % 2 == 1)
+        loss, other = output.pow(2).mean(), output.abs().mean()
+        run.backward(loss, retain_graph=True)
+        run.backward(other)
+        run.step(optimizer)
+        run.see_mean(loss + other)
+
+
+@loop(fsdp=BY_SIZE, shardkit={"ddp_find_unused_parameters": True}, accumulation=2)
+def a_layer_left_out_after_a_forward_without_backward(run: Run) -> None:
+    model, optimizer = skipping(run)
+    for micro in range(6):
+        with run.accumulate(model):
+            loss = model(run.draw(micro, 5), skips=micro != 3).pow(2).mean()
+            run.backward(loss)
+            run.step(optimizer)
+            run.see_mean(loss)
+            run.see_mean(model(run.draw(micro + 100, 5)).mean())
+
+
 def critic(run: Run) -> tuple[nn.Module, Any]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
