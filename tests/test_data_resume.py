@@ -133,11 +133,34 @@ def test_a_script_that_counts_its_steps_goes_on_after_the_last_batch_of_an_epoch
     assert (flat(loader), flat(loader)) == ([], epochs[2])
     loader = restored()
     loader.pass_finished_epoch()
-    assert (flat(loader), loader.epoch) == (epochs[2], 3)
+    assert (trained(loader), loader.epoch) == (epochs[2], 3)
     loader = restored()
     loader.pass_finished_epoch()
     loader.set_epoch(1)  # the script has stored its epoch
     assert (flat(loader), flat(loader)) == ([], epochs[2])
+
+
+def trained(loader):
+    """The samples of an epoch with a step for each batch."""
+    batches = []
+    for batch in loader:
+        batches.append(batch)
+        loader.note_step()
+    return flat(batches)
+
+
+@pytest.mark.parametrize("dataset", [Numbers40(), FlowWithState(40), Flow(40)])
+def test_a_look_at_the_training_data_after_a_load_between_epochs_is_no_epoch(dataset):
+    """Such as an accuracy on them at the end of an epoch, of which the resumed run has only another loader's part."""
+    loader = prepared(dataset=dataset, shuffle=not isinstance(dataset, Flow))
+    trained(loader)
+    assert flat(loader)
+    state = loader.state_dict()
+    expected = trained(loader)
+    loader = prepared(dataset=dataset, shuffle=not isinstance(dataset, Flow))
+    loader.load_state_dict(state)
+    assert flat(loader) == expected and loader.epoch == 1
+    assert trained(loader) == expected and loader.epoch == 2
 
 
 def test_the_epoch_after_a_finished_one_drops_nothing(caplog):

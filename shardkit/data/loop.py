@@ -195,10 +195,9 @@ class Loop:
 
     def was_a_look(self, trains: bool) -> bool:
         """Whether neither a backward nor a step has used its batches; where it is not known that the loader `trains`,
-        whether it was also left at its first batch. (One that has dropped all batches after a restored position, or
-        after those skipped by hand, counts as an epoch.)"""
-        is_restored = self.start_is[0]
-        is_rest = self.is_finished and (is_restored or self.start.samples > 0)
+        whether it was also left at its first batch. (One that has dropped the rest of an epoch, after a load or after
+        batches skipped by hand, counts as an epoch.)"""
+        is_rest = self.is_finished and self.start.samples > 0
         is_short = self.yielded == 1 and not self.is_finished
         return self.yielded > 0 and (trains or is_short) and not (is_rest or self.is_trained_on or self.steps)
 
