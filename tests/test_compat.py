@@ -676,6 +676,30 @@ def test_the_main_process_saves_alone_where_the_script_says_so(ranks, tmp_path):
     ]
 
 
+def state_dict_on_the_main_process(strategy: str):
+    """What a trainer's own save, which returns early on other ranks, gets: by a method, as in many libraries."""
+    accelerator = Accelerator(config={"distributed_type": strategy, "use_cpu": True})
+    model, plain = accelerator.prepare(torch.nn.Linear(2, 1)), torch.nn.Linear(2, 1)
+
+    def save(which):
+        if not accelerator.is_local_main_process:
+            return []
+        return sorted(accelerator.get_state_dict(which))
+
+    names = save(plain)
+    try:
+        return names + save(model)
+    except UsageError as error:
+        return str(error)
+
+
+def test_the_state_dict_of_a_sharded_model_is_asked_for_on_every_rank(ranks):
+    assert ranks.run(2, state_dict_on_the_main_process, "MULTI_CPU") == [["bias", "weight"] * 2, []]
+    refused, nothing = ranks.run(2, state_dict_on_the_main_process, "FSDP")
+    assert refused.startswith("get_state_dict: every rank must call it, but only some do (got the condition at ")
+    assert nothing == []
+
+
 def plateau_on_the_main_process():
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(2, 1)

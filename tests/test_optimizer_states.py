@@ -92,6 +92,25 @@ def test_the_state_of_one_process_may_be_loaded_by_hand(ranks, tmp_path, kind, h
         assert is_sharded
 
 
+def settings_in_state_dict(kind: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Those of a prepared optimizer, and the kernels that it steps with after it has loaded them again."""
+    accelerator, one, optimizer = prepared(kind, model().state_dict())
+    train(one, optimizer, range(1))
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    group = optimizer.param_groups[0]
+    accelerator.free_memory()
+    return state["param_groups"], {key: group[key] for key in ("fused", "foreach") if group.get(key) is not None}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_settings_in_a_state_dict_are_those_of_the_script(ranks, kind):
+    """lerobot compares the types of saved settings with those of a new optimizer."""
+    expected = in_one_process(kind)[1].state_dict()["param_groups"]
+    kernels = {"fused": {"fused": True}, "foreach": {"foreach": True}, "in loops": {"foreach": False}}[kind]
+    assert ranks.run(2, settings_in_state_dict, kind) == [(expected, kernels)] * 2
+
+
 def with_state_of_another_model() -> str:
     accelerator, one, optimizer = prepared("fused", model().state_dict())
     train(one, optimizer, range(1))

@@ -243,6 +243,13 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
             return saving.save_model_alone(self._run, model, save_directory, max_shard_size or "10GB")
         return super().save_model(model, save_directory, max_shard_size, dtype, safe_serialization)
 
+    def get_state_dict(self, model: nn.Module, *others: Any, **options: Any) -> dict[str, Any]:
+        """As shardkit's. Raises UsageError where the script calls it on the main process only and the model is
+        sharded: rank 0 would gather it from ranks that are elsewhere."""
+        if isinstance(model, nn.Module) and objects.has_sharded([*model.parameters()]):
+            self._is_called_on_one_rank("get_state_dict", sys._getframe(1))
+        return super().get_state_dict(model, *others, **options)
+
     def _is_called_on_one_rank(self, call: str, frame: FrameType) -> bool:
         """Whether the script calls this on the main process only. Raises UsageError if the call needs all ranks."""
         place = place_of_one_rank(frame, call) if self.use_distributed else None

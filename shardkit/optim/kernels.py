@@ -1,6 +1,6 @@
 """Which of torch's kernels an optimizer steps with."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,11 +51,16 @@ def choose_kernels(optimizer: torch.optim.Optimizer) -> None:
         optimizer._shardkit_chooses = True  # type: ignore[attr-defined]
 
 
-def _choose_again(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
+def forget_choice(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, Any]]) -> None:
+    """Sets the kernels of param groups of it, or of its state dict, to what the script made it with. In place."""
+    for group in groups:
         for option in ("fused", "foreach"):
             if option in group and optimizer.defaults.get(option) is None:
                 group[option] = None
+
+
+def _choose_again(optimizer: torch.optim.Optimizer) -> None:
+    forget_choice(optimizer, optimizer.param_groups)
     _choose(optimizer)
 
 

@@ -11,7 +11,7 @@ from shardkit.distributed.tensors import local_part
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.log import get_logger
 from shardkit.optim.clip import are_mixed, multiply_gradients_, zero_gradients_
-from shardkit.optim.kernels import parameters_of
+from shardkit.optim.kernels import forget_choice, parameters_of
 from shardkit.optim.local_step import Stepper, stepper_of
 from shardkit.optim.plain_step import Operations, PlainStep
 from shardkit.optim.rebind import same_objects
@@ -87,7 +87,12 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
+        """That of the optimizer, without the kernels that were chosen for this run: a script may compare settings, or
+        load them in a run that has others."""
+        state = self.optimizer.state_dict()
+        if getattr(self.optimizer, "_shardkit_chooses", False):
+            forget_choice(self.optimizer, state.get("param_groups", ()))
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)
