@@ -156,6 +156,38 @@ def test_own_initialisation_is_equal_for_any_world_and_strategy(ranks):
             assert found == expected
 
 
+class ResetsAll(models.Gpt):
+    """Its reset_parameters also initializes the modules in it, which are units of their own."""
+
+    def reset_parameters(self) -> None:
+        self.position = torch.linspace(-1, 1, 64 * 12).view(64, 12)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+
+
+def all_reset(strategy: int, weights: Path | None = None) -> dict[str, Any]:
+    with torch.device("meta"):
+        model = ResetsAll()
+    return values(unwrapped(parallel(model, config_for(dist.get_world_size(), strategy), weights)))
+
+
+def test_a_module_that_resets_those_of_other_units_is_equal_for_any_world_and_strategy(ranks):
+    expected = ranks.run(1, all_reset, 1)[0]
+    weights = torch.tensor(expected["blocks.0.up.weight"])
+    assert 0.04 < weights.abs().max() < 0.1 and weights.unique().numel() == weights.numel()
+    for strategy in (1, 3):
+        for found in ranks.run(2, all_reset, strategy):
+            assert found == expected
+
+
+def test_a_module_that_resets_those_of_other_units_leaves_loaded_weights(ranks, tmp_path):
+    saved(tmp_path, tied=False, split=False)
+    expected = load_file(tmp_path / "model.safetensors")
+    for found in ranks.run(2, all_reset, 1, tmp_path):
+        assert {fqn: found[fqn] for fqn in expected} == {fqn: t.double().tolist() for fqn, t in expected.items()}
+
+
 def batch_norm_on_meta() -> dict[str, Any]:
     with torch.device("meta"):
         model = models.ConvNet()

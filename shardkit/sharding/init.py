@@ -177,16 +177,39 @@ def initialize(
 
     For each unit, its modules temporarily get whole tensors and initialize them with generators seeded by `seed` and
     the module's name; each rank keeps its part. So the values do not depend on the ranks or units. A module is
-    initialized by `_init_weights` of the Transformers model that contains it, else by its reset_parameters().
+    initialized by `_init_weights` of the Transformers model that contains it, else by its reset_parameters(). One that
+    also resets modules in other units draws whole tensors there, too (`random_values`).
     """
     areas = _areas(model, units)
     devices = [device] if device.type != "cpu" else []
     left: list[str] = []
     kind = device.type if devices else "cuda"  # fork_rng's default, if there are no devices
-    with torch.random.fork_rng(devices=devices, device_type=kind), torch.no_grad():
+    with torch.random.fork_rng(devices=devices, device_type=kind), torch.no_grad(), _out_of_reach(model, wanted):
         for area in areas:
             left += _initialize_area(model, area, wanted, device, seed)
     return left
+
+
+@contextmanager
+def _out_of_reach(model: nn.Module, wanted: set[str]) -> Iterator[None]:
+    """A context in which the tensors that are not in `wanted` are replaced, parameters by some without memory. A module
+    that resets all modules in it would overwrite loaded values in other units."""
+    kept = {id(tensor): tensor for fqn, tensor in states(model) if fqn not in wanted}
+    found = [
+        (module, kind, name, tensor)
+        for module in model.modules()
+        for kind in ("_parameters", "_buffers")
+        for name, tensor in getattr(module, kind).items()
+        if id(tensor) in kept
+    ]
+    stand_ins = {identity: _on_meta(t) if isinstance(t, nn.Parameter) else t.clone() for identity, t in kept.items()}
+    for module, kind, name, tensor in found:
+        getattr(module, kind)[name] = stand_ins[id(tensor)]
+    try:
+        yield
+    finally:
+        for module, kind, name, tensor in found:  # in a dict that is another one than before
+            getattr(module, kind)[name] = tensor
 
 
 def _areas(model: nn.Module, units: Iterable[LiveUnit]) -> list[dict[str, nn.Module]]:
