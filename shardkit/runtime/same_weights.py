@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from shardkit.checkpoint import per_rank
 from shardkit.distributed.control import ControlGroup, unlike_rank_0
 from shardkit.distributed.tensors import unwrapped
 from shardkit.log import get_logger
@@ -31,6 +30,8 @@ class SameWeights:
         replicas = [model for model in self._models if isinstance(model, Replica)]
         if not replicas:
             return
+        from shardkit.checkpoint import per_rank
+
         weights = {
             f"model {number}: {name}" if len(replicas) > 1 else name: parameter.detach()
             for number, model in enumerate(replicas)
