@@ -188,6 +188,34 @@ def test_a_module_that_resets_those_of_other_units_leaves_loaded_weights(ranks, 
         assert {fqn: found[fqn] for fqn in expected} == {fqn: t.double().tolist() for fqn, t in expected.items()}
 
 
+class InitializesAll(models.Gpt):
+    """Its constructor would end with `self.apply(self._init_weights)`, which leaves norms as they are."""
+
+    def __init__(self, has_config: bool) -> None:
+        super().__init__()
+        del self.position
+        self.register_buffer("position", torch.zeros(64, 12))
+        if has_config:
+            self.config = {"std": 0.02}
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+def by_the_model(has_config: bool) -> dict[str, Any]:
+    with shardkit.init_empty_weights():
+        model = InitializesAll(has_config)
+    return values(unwrapped(parallel(model, config_for(2))))
+
+
+@pytest.mark.parametrize("has_config", [False, True])
+def test_the_models_own_initialization_goes_after_that_of_its_modules(ranks, has_config):
+    for found in ranks.run(2, by_the_model, has_config):
+        assert 0.015 < torch.tensor(found["blocks.0.up.weight"]).std() < 0.025
+        assert set(found["blocks.0.norm1.weight"]) == {1.0} and set(found["norm.bias"]) == {0.0}
+
+
 def batch_norm_on_meta() -> dict[str, Any]:
     with torch.device("meta"):
         model = models.ConvNet()

@@ -177,8 +177,8 @@ def initialize(
 
     For each unit, its modules temporarily get whole tensors and initialize them with generators seeded by `seed` and
     the module's name; each rank keeps its part. So the values do not depend on the ranks or units. A module is
-    initialized by `_init_weights` of the Transformers model that contains it, else by its reset_parameters(). One that
-    also resets modules in other units draws whole tensors there, too (`random_values`).
+    initialized by its reset_parameters(), then by `_init_weights` of the model that contains it. One that also resets
+    modules in other units draws whole tensors there, too (`random_values`).
     """
     areas = _areas(model, units)
     devices = [device] if device.type != "cpu" else []
@@ -293,18 +293,14 @@ def _part_of(value: torch.Tensor, slices: tuple[slice, ...] | None) -> torch.Ten
 
 
 def _call_initializer(model: nn.Module, fqn: str, module: nn.Module) -> None:
-    """Run the module's initialization, if it has one."""
+    """Run the module's initialization, if it has one; then, as a constructor does, that of the model around it."""
+    names = ("reset_parameters", "_reset_parameters")
+    if (reset := next(filter(callable, (getattr(module, name, None) for name in names)), None)) is not None:
+        reset()
     around = [model.get_submodule(".".join(fqn.split(".")[:depth])) for depth in range(len(fqn.split(".")) + 1)]
     by_model = next((m for m in reversed([*around, module]) if callable(getattr(m, "_init_weights", None))), None)
     if by_model is not None:
         by_model._init_weights(module)  # type: ignore[operator]
-        if hasattr(by_model, "config"):
-            return
-    for name in ("reset_parameters", "_reset_parameters"):
-        reset = getattr(module, name, None)
-        if callable(reset):
-            reset()
-            return
 
 
 def _full(fqn: str, name: str) -> str:
