@@ -203,15 +203,25 @@ class InitializesAll(models.Gpt):
             nn.init.normal_(module.weight, std=0.02)
 
 
-def by_the_model(has_config: bool) -> dict[str, Any]:
+class InitializesAtOnce(InitializesAll):
+    """Its constructor would end with `self._init_weights()`."""
+
+    def _init_weights(self) -> None:  # type: ignore[override]
+        for module in self.modules():
+            super()._init_weights(module)
+
+
+def by_the_model(kind: type[InitializesAll], has_config: bool) -> dict[str, Any]:
     with shardkit.init_empty_weights():
-        model = InitializesAll(has_config)
+        model = kind(has_config)
     return values(unwrapped(parallel(model, config_for(2))))
 
 
-@pytest.mark.parametrize("has_config", [False, True])
-def test_the_models_own_initialization_goes_after_that_of_its_modules(ranks, has_config):
-    for found in ranks.run(2, by_the_model, has_config):
+@pytest.mark.parametrize(
+    ("kind", "has_config"), [(InitializesAll, False), (InitializesAll, True), (InitializesAtOnce, False)]
+)
+def test_the_models_own_initialization_goes_after_that_of_its_modules(ranks, kind, has_config):
+    for found in ranks.run(2, by_the_model, kind, has_config):
         assert 0.015 < torch.tensor(found["blocks.0.up.weight"]).std() < 0.025
         assert set(found["blocks.0.norm1.weight"]) == {1.0} and set(found["norm.bias"]) == {0.0}
 

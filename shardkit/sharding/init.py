@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from shardkit.errors import ModelError
 from shardkit.log import get_logger
 from shardkit.sharding.units import LiveUnit
 from shardkit.sharding.weight_files import load
+from shardkit.signatures import signature
 from shardkit.wording import ranks_text
 
 log = get_logger(__name__)
@@ -299,8 +301,13 @@ def _call_initializer(model: nn.Module, fqn: str, module: nn.Module) -> None:
         reset()
     around = [model.get_submodule(".".join(fqn.split(".")[:depth])) for depth in range(len(fqn.split(".")) + 1)]
     by_model = next((m for m in reversed([*around, module]) if callable(getattr(m, "_init_weights", None))), None)
-    if by_model is not None:
-        by_model._init_weights(module)  # type: ignore[operator]
+    if by_model is None:
+        return
+    own: Any = by_model._init_weights
+    if signature(own).parameters:
+        own(module)
+    elif by_model is module:  # all modules in it at once
+        own()
 
 
 def _full(fqn: str, name: str) -> str:
