@@ -156,6 +156,76 @@ def test_own_initialisation_is_equal_for_any_world_and_strategy(ranks):
             assert found == expected
 
 
+class ResetsAll(models.Gpt):
+    """Its reset_parameters also initializes the modules in it, which are units of their own."""
+
+    def reset_parameters(self) -> None:
+        self.position = torch.linspace(-1, 1, 64 * 12).view(64, 12)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+
+
+def all_reset(strategy: int, weights: Path | None = None) -> dict[str, Any]:
+    with torch.device("meta"):
+        model = ResetsAll()
+    return values(unwrapped(parallel(model, config_for(dist.get_world_size(), strategy), weights)))
+
+
+def test_a_module_that_resets_those_of_other_units_is_equal_for_any_world_and_strategy(ranks):
+    expected = ranks.run(1, all_reset, 1)[0]
+    weights = torch.tensor(expected["blocks.0.up.weight"])
+    assert 0.04 < weights.abs().max() < 0.1 and weights.unique().numel() == weights.numel()
+    for strategy in (1, 3):
+        for found in ranks.run(2, all_reset, strategy):
+            assert found == expected
+
+
+def test_a_module_that_resets_those_of_other_units_leaves_loaded_weights(ranks, tmp_path):
+    saved(tmp_path, tied=False, split=False)
+    expected = load_file(tmp_path / "model.safetensors")
+    for found in ranks.run(2, all_reset, 1, tmp_path):
+        assert {fqn: found[fqn] for fqn in expected} == {fqn: t.double().tolist() for fqn, t in expected.items()}
+
+
+class InitializesAll(models.Gpt):
+    """Its constructor would end with `self.apply(self._init_weights)`, which leaves norms as they are."""
+
+    def __init__(self, has_config: bool) -> None:
+        super().__init__()
+        del self.position
+        self.register_buffer("position", torch.zeros(64, 12))
+        if has_config:
+            self.config = {"std": 0.02}
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+class InitializesAtOnce(InitializesAll):
+    """Its constructor would end with `self._init_weights()`."""
+
+    def _init_weights(self) -> None:  # type: ignore[override]
+        for module in self.modules():
+            super()._init_weights(module)
+
+
+def by_the_model(kind: type[InitializesAll], has_config: bool) -> dict[str, Any]:
+    with shardkit.init_empty_weights():
+        model = kind(has_config)
+    return values(unwrapped(parallel(model, config_for(2))))
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_config"), [(InitializesAll, False), (InitializesAll, True), (InitializesAtOnce, False)]
+)
+def test_the_models_own_initialization_goes_after_that_of_its_modules(ranks, kind, has_config):
+    for found in ranks.run(2, by_the_model, kind, has_config):
+        assert 0.015 < torch.tensor(found["blocks.0.up.weight"]).std() < 0.025
+        assert set(found["blocks.0.norm1.weight"]) == {1.0} and set(found["norm.bias"]) == {0.0}
+
+
 def batch_norm_on_meta() -> dict[str, Any]:
     with torch.device("meta"):
         model = models.ConvNet()

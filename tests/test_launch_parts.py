@@ -803,6 +803,12 @@ def test_the_words_for_a_failure():
         ("Could not resolve the process group registered under the name 0", "end_training() after the last save"),
         ("Expected to mark a variable ready only once. This error is caused by", "use_reentrant=False"),
         ("Trying to backward an extra time. You are only allowed", "shardkit.recompute: blocks"),
+        ("Default process group has not been initialized, please", "`if accelerator.num_processes > 1:`"),
+        (
+            "Error(s) in loading state_dict for Net:\n\tan exception occurred : ('aten.copy_.default got mixed "
+            "torch.Tensor and DTensor, need to convert",
+            "weights = accelerator.get_state_dict(model), called on every rank",
+        ),
     ):
         twice = RankOutcome(0, exit_code=1, error=replace(error(0), message=message))
         assert advice in diagnosis.render(diagnosis.diagnose([twice]), 0.0, "runs/x")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import Accelerator
-from shardkit.errors import ModelError, UsageError
+from shardkit.errors import CheckpointError, ModelError, UsageError
 
 FULL = {"use_cpu": True, "fsdp_config": {"fsdp_auto_wrap_policy": "NO_WRAP"}}
 KINDS: dict[str, Any] = {
@@ -157,6 +157,27 @@ def test_an_optimizer_that_exchanges_whole_parameters_is_refused(ranks, kind, is
         "parameters); give its inner optimizer, whose state is sharded as the parameters are, or use strategy NO_SHARD."
     )
     assert ranks.run(2, of_replicas, kind, is_prepared) == [text] * 2
+
+
+def saved_with_zero(folder: str) -> str:
+    from torch.distributed import optim  # on ranks only, since its import warns
+
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "MULTI_CPU"})
+    one = accelerator.prepare(model())
+    optimizer = accelerator.prepare(optim.ZeroRedundancyOptimizer(one.parameters(), torch.optim.SGD, lr=0.1))
+    train(one, optimizer, range(1))
+    with pytest.raises(CheckpointError) as refused:
+        accelerator.save_state(folder)
+    accelerator.free_memory()
+    return str(refused.value)
+
+
+def test_a_save_of_an_optimizer_whose_state_is_spread_names_another(ranks, tmp_path):
+    for text in ranks.run(2, saved_with_zero, str(tmp_path / "saved")):
+        assert (
+            "optim: the state of a ZeroRedundancyOptimizer cannot be saved or loaded; give prepare its inner "
+            "optimizer, with strategy SHARD_GRAD_OP"
+        ) in text
 
 
 def in_backward(is_before: bool) -> str:

@@ -135,6 +135,11 @@ def _with_text_keys(found: Mapping[Any, Any], where: str) -> dict[str, Any]:
 def _described_by_itself(
     optimizer: Optimizer, members: list[list[str]], sharded: set[str], section: str
 ) -> OptimizerDescription:
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":  # only one rank at a time can have its whole state
+        raise CheckpointError(
+            f"{section}: the state of a ZeroRedundancyOptimizer cannot be saved or loaded; give prepare its inner "
+            "optimizer, with strategy SHARD_GRAD_OP, which shards the state as well, or NO_SHARD."
+        )
     state = _with_text_keys(optimizer.state_dict(), f"{section}: state_dict()")
     numbers = numbers_of(state, members)
     if numbers is None:

@@ -52,6 +52,12 @@ _BY_MESSAGE = (
         "the system allows no more processes or threads: raise ulimit -u, or the container's limit (pids.max)",
     ),
     (
+        r"in loading state_dict(?s:.*)got mixed torch.Tensor and DTensor",
+        "sharded weights were loaded into a model that is not prepared, such as from a file that has one rank's part: "
+        "write weights = accelerator.get_state_dict(model), called on every rank, instead of model.state_dict(); or "
+        "load a training state by accelerator.save_state() and accelerator.resume(), after prepare",
+    ),
+    (
         r"aten\.(_foreach_)?(copy|lerp|add)_\S* got mixed torch.Tensor and DTensor",
         "a sharded parameter was copied into a plain tensor, or added to it. Averages of the weights (EMA) that were "
         "made before prepare, or on the main process alone, do so: make them on every rank, after prepare from "
@@ -107,6 +113,12 @@ _BY_MESSAGE = (
         "only DDP's wrapper has .module; a sharded model, and that of one process, is the script's own: use "
         "accelerator.unwrap_model(model), which is right for all of them; to save weights, on every rank "
         "accelerator.save_model(model, folder)",
+    ),
+    (
+        "Default process group has not been initialized",
+        "Accelerator() starts the process group, so create it before; one process has none, unless the script starts "
+        "it, before Accelerator(): use accelerator.reduce, gather and wait_for_everyone, which need none, or write "
+        "`if accelerator.num_processes > 1:` before calls of torch.distributed",
     ),
     (
         "trying to initialize the default process group twice",

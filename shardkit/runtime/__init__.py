@@ -7,7 +7,8 @@ a training step    training_step, accumulate, step_events, deferred_gradients, o
 between steps      boundaries, step_boundary, preemption
 saves and loads    checkpointing, saving, loading, save_session, separate_checkpoints, objects; hooks, state_hooks
 other ranks        communication, process_control
-likely mistakes    early_steps, followers, learning_rates, left_out, missing_models, same_data, same_modules
+likely mistakes    early_steps, followers, learning_rates, left_out, missing_models, same_data, same_modules,
+                   same_weights
 measured           measure, profiling, speed
 other ways in      fsdp, notebook, batch_size
 """

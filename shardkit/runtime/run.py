@@ -33,6 +33,7 @@ from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.project import ProjectConfiguration
 from shardkit.runtime.same_data import SameData
 from shardkit.runtime.same_modules import SameModules
+from shardkit.runtime.same_weights import SameWeights
 from shardkit.runtime.step_events import StepEvents
 from shardkit.tracking.tracker import Tracker
 from shardkit.tracking.trackers import Trackers
@@ -114,6 +115,7 @@ class Run:
     accumulation: Accumulation = field(init=False)
     early_steps: EarlySteps = field(init=False)
     same_modules: SameModules = field(init=False)
+    same_weights: SameWeights = field(init=False)
     same_data: SameData = field(init=False)
     missing_models: MissingModels = field(init=False)
     followers: Followers = field(init=False)
@@ -149,6 +151,7 @@ class Run:
         may_keep_it = full == self.process.world_size and not section.data.split_batches
         self.early_steps = EarlySteps(self.accumulation, self.loaders, keeps_batch, may_keep_it, self.process.is_main)
         self.same_modules = SameModules(self.models, self.process.control, self.config.debug)
+        self.same_weights = SameWeights(self.models, self.process.control)
         self.same_data = SameData(self.loaders, self.process.control)
         self.missing_models = MissingModels(self.models, self.optimizers, self.process.control)
         self.followers = Followers(self.evaluated, self.process.is_main)
@@ -174,6 +177,7 @@ class Run:
     def _check_step(self) -> None:
         self.early_steps.check()
         self.same_modules.check()
+        self.same_weights.check()
         self.same_data.check()
         self.missing_models.check()
         self.followers.note_step()

@@ -52,6 +52,8 @@ from shardkit.sharding.units import LiveUnit, Units
 
 def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offloads: bool) -> None:
     """Shard every unit's parameters over the mesh, in place. Frees the memory of the whole parameters."""
+    for behaviour in _BEHAVIOURS:  # before the shards get values, which modules may draw
+        behaviour.install()
     mixed = precision.of(config)
     reshards = reshards_after_forward(config.fsdp)
     offload_policy = CPUOffloadPolicy(pin_memory=True) if offloads else OffloadPolicy()
@@ -180,8 +182,6 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
         parameters.carry_over(attributes, parameter)
         for hook in carried.hooks[fqn]:
             hooks.hook_whether_trained(parameter, hook)
-    for behaviour in _BEHAVIOURS:
-        behaviour.install()
     vars(model)["zero_grad"] = partial(_zero_grad, model)
     # A script may load, move or copy a part of the model: model.encoder.load_state_dict(...), model.encoder.to(device).
     for module in model.modules():

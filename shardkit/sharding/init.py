@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from shardkit.errors import ModelError
 from shardkit.log import get_logger
 from shardkit.sharding.units import LiveUnit
 from shardkit.sharding.weight_files import load
+from shardkit.signatures import signature
 from shardkit.wording import ranks_text
 
 log = get_logger(__name__)
@@ -177,16 +179,39 @@ def initialize(
 
     For each unit, its modules temporarily get whole tensors and initialize them with generators seeded by `seed` and
     the module's name; each rank keeps its part. So the values do not depend on the ranks or units. A module is
-    initialized by `_init_weights` of the Transformers model that contains it, else by its reset_parameters().
+    initialized by its reset_parameters(), then by `_init_weights` of the model that contains it. One that also resets
+    modules in other units draws whole tensors there, too (`random_values`).
     """
     areas = _areas(model, units)
     devices = [device] if device.type != "cpu" else []
     left: list[str] = []
     kind = device.type if devices else "cuda"  # fork_rng's default, if there are no devices
-    with torch.random.fork_rng(devices=devices, device_type=kind), torch.no_grad():
+    with torch.random.fork_rng(devices=devices, device_type=kind), torch.no_grad(), _out_of_reach(model, wanted):
         for area in areas:
             left += _initialize_area(model, area, wanted, device, seed)
     return left
+
+
+@contextmanager
+def _out_of_reach(model: nn.Module, wanted: set[str]) -> Iterator[None]:
+    """A context in which the tensors that are not in `wanted` are replaced, parameters by some without memory. A module
+    that resets all modules in it would overwrite loaded values in other units."""
+    kept = {id(tensor): tensor for fqn, tensor in states(model) if fqn not in wanted}
+    found = [
+        (module, kind, name, tensor)
+        for module in model.modules()
+        for kind in ("_parameters", "_buffers")
+        for name, tensor in getattr(module, kind).items()
+        if id(tensor) in kept
+    ]
+    stand_ins = {identity: _on_meta(t) if isinstance(t, nn.Parameter) else t.clone() for identity, t in kept.items()}
+    for module, kind, name, tensor in found:
+        getattr(module, kind)[name] = stand_ins[id(tensor)]
+    try:
+        yield
+    finally:
+        for module, kind, name, tensor in found:  # in a dict that is another one than before
+            getattr(module, kind)[name] = tensor
 
 
 def _areas(model: nn.Module, units: Iterable[LiveUnit]) -> list[dict[str, nn.Module]]:
@@ -270,18 +295,19 @@ def _part_of(value: torch.Tensor, slices: tuple[slice, ...] | None) -> torch.Ten
 
 
 def _call_initializer(model: nn.Module, fqn: str, module: nn.Module) -> None:
-    """Run the module's initialization, if it has one."""
+    """Run the module's initialization, if it has one; then, as a constructor does, that of the model around it."""
+    names = ("reset_parameters", "_reset_parameters")
+    if (reset := next(filter(callable, (getattr(module, name, None) for name in names)), None)) is not None:
+        reset()
     around = [model.get_submodule(".".join(fqn.split(".")[:depth])) for depth in range(len(fqn.split(".")) + 1)]
     by_model = next((m for m in reversed([*around, module]) if callable(getattr(m, "_init_weights", None))), None)
-    if by_model is not None:
-        by_model._init_weights(module)  # type: ignore[operator]
-        if hasattr(by_model, "config"):
-            return
-    for name in ("reset_parameters", "_reset_parameters"):
-        reset = getattr(module, name, None)
-        if callable(reset):
-            reset()
-            return
+    if by_model is None:
+        return
+    own: Any = by_model._init_weights
+    if signature(own).parameters:
+        own(module)
+    elif by_model is module:  # all modules in it at once
+        own()
 
 
 def _full(fqn: str, name: str) -> str:
