@@ -28,7 +28,7 @@ from shardkit.plan.search import Question, find
 from shardkit.plan.suggest import changes, suggest_from
 from shardkit.sizes import read_bytes
 
-OWN_BATCH = SimulationOptions(every_strategy=False, is_exact=False, batch="my:batch", optimizer="adamw")
+SIMULATED = SimulationOptions(every_strategy=False, is_exact=False)
 SMALL = "gpt:layers=4,hidden=64,heads=4,vocab=500,seq=32"
 GIB = 2**30
 
@@ -493,11 +493,11 @@ def test_wrong_flags_say_what_to_do(capsys, arguments, text):
 
 
 def test_a_batch_of_ones_own_is_named_and_has_no_other_size(monkeypatch):
-    asked = make_request(batch_size=7)
+    asked = replace(make_request(batch_size=7), own_batch="my:batch")
     with pytest.raises(UsageError, match=r"--batch-size: the function of --batch gives the micro-batch \(got both\)"):
-        answer(replace(asked, description=replace(asked.description, facts=None)), None, OWN_BATCH)
+        answer(replace(asked, description=replace(asked.description, facts=None)), None, SIMULATED)
     monkeypatch.setattr("shardkit.plan.answering.refine", lambda request, rows, *_, **__: (rows, ()))
-    found = answer(asked, None, OWN_BATCH)
+    found = answer(asked, None, SIMULATED)
     told = " ".join(render(found).split())
     assert "micro-batch of my:batch, micro-batch 7 x 32 tokens a rank in the closed form" in told
     assert to_json(found)["batch"] == "my:batch"

@@ -203,7 +203,7 @@ def test_the_simulated_sequence_is_the_one_that_is_reported(tmp_path):
     assert asked.sequence_tokens == 32
     (by_default,) = simulate(asked)
     job = worker.Job("transformers", str(tmp_path), [], 2, 2, "adamw", None, batch_size=1, seq_len=32, is_exact=False)
-    given = _simulation(asked, asked.config, worker._to_json(*worker.simulated(job, asked.config)), None)
+    given = _simulation(asked, asked.config, worker._to_json(*worker.simulated(job, asked.config)))
     assert by_default.memory.peak == given.memory.peak
 
 

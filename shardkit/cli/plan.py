@@ -130,6 +130,8 @@ def plan(
         ema=averages,
         network=gigabits,
         file=None if of or model else path,
+        own_optimizer=optimizer.strip() if ":" in optimizer else None,
+        own_batch=batch,
     )
     if path is not None and config is None:
         typer.echo(f"plan: settings of {path}", err=True)
@@ -176,7 +178,7 @@ def _simulation(
         problems.append("--closed-form: excludes --simulate (got both); use one of them.")
     if problems:
         raise UsageError("\n".join(problems))
-    return SimulationOptions(_is_every(strategy), exact, batch, optimizer.strip()) if simulate else None
+    return SimulationOptions(_is_every(strategy), exact) if simulate else None
 
 
 def _json(answer: "Answer", found: "Measured | None") -> str:

@@ -147,11 +147,14 @@ def build(
     ema: Ema = Ema.NO,
     network: float | None = None,
     file: Path | None = None,
+    own_optimizer: str | None = None,
+    own_batch: str | None = None,
 ) -> PlanRequest:
     """The request for the configuration's ranks. Reads the model, which may take seconds.
 
     `per_machine`: by default `_ranks_per_machine`. `optimizer`: a name of `optimizer_name`. `network`: Gb/s of one
     machine's adapters together, by default the device's. `file`: the configuration file, where it names the model.
+    `own_optimizer`, `own_batch`: as in PlanRequest.
 
     Raises the errors of `describe`.
     """
@@ -171,6 +174,8 @@ def build(
         seq_len=seq_len,
         loss=loss,
         ema=ema,
+        own_optimizer=own_optimizer,
+        own_batch=own_batch,
         folder=folder,
     )
     request = tpu.as_planned(request if network is None else _with_network(request, network))
