@@ -257,7 +257,7 @@ def _reserved(tracker: MemoryTracker) -> dict[str, int]:
     }
 
 
-def _loss(job: Job, model: nn.Module) -> batches.Loss:
+def _loss(job: Job, model: nn.Module) -> batches.LossFunction:
     is_fused = job.loss == "fused"
     if is_fused and (job.batch is not None or not batches.fuse_loss(model)):
         what = "with --batch the model computes its own loss" if job.batch else "the model's head is unknown"
