@@ -21,7 +21,7 @@ from shardkit.plan import devices, measured, plot, roofline
 from shardkit.plan.activations import Loss
 from shardkit.plan.answer import Answer, PlanRequest, check_seq_len, possible_strategies, row, to_json
 from shardkit.plan.answering import SimulationOptions, answer
-from shardkit.plan.closed_form import Memory, Moment, RankMemory
+from shardkit.plan.closed_form import CATEGORIES, Memory, Moment, RankMemory
 from shardkit.plan.report import render
 from shardkit.plan.request import build, configuration
 from shardkit.plan.search import Question, find
@@ -878,7 +878,7 @@ def test_the_picture(capsys, suffix):
     assert sum(word.endswith("GiB, too big") for word in words) == 4
     patterns = picture.findall(".//{http://www.w3.org/2000/svg}pattern")
     paths = ["".join(path.get("d", "") for path in p.iter("{http://www.w3.org/2000/svg}path")) for p in patterns]
-    assert len(set(paths)) == len(plot.CATEGORIES)  # tells them apart without colour
+    assert len(set(paths)) == len(CATEGORIES)  # tells them apart without colour
 
 
 def test_each_chart_of_the_page_has_its_own_patterns(capsys):
@@ -886,7 +886,7 @@ def test_each_chart_of_the_page_has_its_own_patterns(capsys):
     plan(capsys, "--model", SMALL, "--world", "8", "--strategy", "2", "--plot", "plan.html")
     pictures = Path("plan.html").read_text().split("<div class='picture'")[1:]
     names = [re.findall(r'<pattern id="([^"]+)"', picture) for picture in pictures]
-    assert len({name for own in names for name in own}) == len(pictures) * len(plot.CATEGORIES)
+    assert len({name for own in names for name in own}) == len(pictures) * len(CATEGORIES)
     for own, picture in zip(names, pictures, strict=True):
         assert set(re.findall(r"url\(#([^)]+)\)", picture)) == set(own)
 

@@ -5,14 +5,13 @@ pattern of its own, and its name, so that the picture reads without colour.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from html import escape
 
 from shardkit.plan.answer import Answer, Row
-from shardkit.plan.closed_form import Memory
+from shardkit.plan.closed_form import CATEGORIES
 from shardkit.sizes import UNITS, in_words
 
-CATEGORIES = [field.name for field in fields(Memory)]
 NAMES = {
     "parameters": "parameters",
     "gradients": "gradients",

@@ -5,8 +5,8 @@ from textwrap import wrap
 from typing import Any
 
 from shardkit.plan.answer import Answer
+from shardkit.plan.closed_form import CATEGORIES
 from shardkit.plan.plot import (
-    CATEGORIES,
     COLOURS,
     NAMES,
     bars_maximum,

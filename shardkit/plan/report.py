@@ -1,7 +1,6 @@
 """An Answer as text for a terminal, 80 columns wide, without colour."""
 
 from collections.abc import Sequence
-from dataclasses import fields
 from textwrap import fill, wrap
 
 from shardkit.config.meaning import dtypes
@@ -9,7 +8,7 @@ from shardkit.config.schema import Config
 from shardkit.plan.activations import LOSS_TEXTS
 from shardkit.plan.answer import Answer, PlanRequest, Row, retries
 from shardkit.plan.averages import Ema
-from shardkit.plan.closed_form import Memory, keeps_on_host
+from shardkit.plan.closed_form import CATEGORIES, keeps_on_host
 from shardkit.plan.roofline import COMPILE_SPEEDUP, LINK_EFFICIENCY
 from shardkit.sizes import GIB, MIB
 
@@ -92,7 +91,7 @@ def _memory_table(answer: Answer) -> str:
     scale, unit = _unit(max(row.memory.peak.total for row in answer.rows))
     limit = answer.request.device.memory_bytes
     of_device = f"; the device has {limit / GIB:,.1f} GiB" if limit else ""
-    columns = [field.name for field in fields(Memory) if counted or field.name != "activations"]
+    columns = [name for name in CATEGORIES if counted or name != "activations"]
     table = [[_number(getattr(row.memory.peak, name) / scale) for name in [*columns, "total"]] for row in answer.rows]
     head, *aligned = _aligned([_HEADS[name] for name in columns] + ["peak"], table, [7] * len(columns) + [8])
     lines = [f"Memory of one rank at its peak, {unit} ({_method(answer)}{of_device})"]
