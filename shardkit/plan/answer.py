@@ -93,7 +93,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Finding:
+class SearchResult:
     """The answer to --find, as text and as a number or name; `value` is None if nothing fits."""
 
     question: str
@@ -111,7 +111,7 @@ class Answer:
     suggested: ShardingStrategy | None
     reason: str
     changes: tuple[Change, ...] = ()
-    finding: Finding | None = None
+    finding: SearchResult | None = None
     notes: tuple[str, ...] = ()
 
     @property

@@ -8,9 +8,9 @@ from shardkit.model.cut import note_on_units
 from shardkit.plan import search
 from shardkit.plan.answer import (
     Answer,
-    Finding,
     PlanRequest,
     Row,
+    SearchResult,
     check_seq_len,
     configured_strategy,
     frozen_above,
@@ -111,7 +111,7 @@ def _refined(request: PlanRequest, rows: list[Row], how: SimulationOptions) -> t
     return list(refined), notes
 
 
-def _found(question: search.Question, request: PlanRequest, how: SimulationOptions | None) -> Finding:
+def _found(question: search.Question, request: PlanRequest, how: SimulationOptions | None) -> SearchResult:
     """The answer to --find, by simulation if requested."""
     if how is None:
         return search.find(question, request)
