@@ -11,15 +11,11 @@ from shardkit.plan.answer import (
     PlanRequest,
     Row,
     SearchResult,
-    check_seq_len,
     configured_strategy,
-    frozen_above,
-    note_on_time,
-    notes_on,
     possible_strategies,
     row,
-    undivided,
 )
+from shardkit.plan.notes import check_seq_len, frozen_above, note_on_time, notes_on, undivided
 from shardkit.plan.simulation import refine, simulated_row
 from shardkit.plan.suggest import changes, suggest_from
 from shardkit.spinner import waiting
