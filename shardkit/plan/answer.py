@@ -68,6 +68,11 @@ class Row:
     simulated: RankMemory | None = None
 
     @property
+    def label(self) -> str:
+        """`1 FULL_SHARD`."""
+        return f"{self.strategy.number} {self.strategy.value}"
+
+    @property
     def memory(self) -> RankMemory:
         return self.simulated or self.estimate.memory
 
@@ -146,6 +151,11 @@ def fits(device: Device, memory: RankMemory) -> bool | None:
     """Whether a rank fits; None if unknown. If activations are missing, the result is False or None, never True."""
     found = device.fits(memory.peak.total)
     return None if found and not memory.activations_known else found
+
+
+def yes_no(fits: bool | None) -> str:
+    """The cell of a table that says whether a rank fits."""
+    return "-" if fits is None else "yes" if fits else "NO"
 
 
 def retries(device: Device, memory: RankMemory) -> bool | None:

@@ -279,10 +279,9 @@ def _bar_labels(answer: Answer, row: Row, horizontal: Axis, y: float) -> list[st
     peak = row.memory.peak.total
     weight = "bold" if row.strategy is answer.chosen else "normal"
     middle = y + _BAR_HEIGHT / 2 + 5
-    name = f"{row.strategy.number} {row.strategy.value}"
     end = horizontal.at(min(peak, horizontal.maximum))
     return [
-        _text(_LEFT - 8, middle, name, size=11, anchor="end", weight=weight),
+        _text(_LEFT - 8, middle, row.label, size=11, anchor="end", weight=weight),
         _over(_text(end + 8, middle, f"{in_words(peak)}{fits_mark(row)}", weight=weight)),
     ]
 

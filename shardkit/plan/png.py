@@ -63,7 +63,7 @@ def _draw_timeline(answer: Answer, axes: Any) -> None:
 
 
 def _draw_bars(answer: Answer, axes: Any) -> None:
-    names = [f"{row.strategy.number} {row.strategy.value}" for row in answer.rows]
+    names = [row.label for row in answer.rows]
     _, unit, scale = ticks(bars_maximum(answer))
     most = bars_maximum(answer) / scale
     left = [0.0] * len(names)

@@ -16,6 +16,7 @@ from shardkit.plan import devices, optimizers, tpu
 from shardkit.plan.activations import Loss
 from shardkit.plan.answer import PlanRequest
 from shardkit.plan.averages import Ema
+from shardkit.plan.closed_form import with_fsdp
 from shardkit.plan.devices import Device
 from shardkit.problems import Problems
 from shardkit.spinner import waiting
@@ -198,8 +199,7 @@ def _in_supported_dtypes(request: PlanRequest) -> PlanRequest:
 
 def _without_class_names(config: Config) -> Config:
     """Without the file's class names: weights have none, so units are the repeated blocks."""
-    fsdp = config.fsdp.model_copy(update={"transformer_layer_cls_to_wrap": []})
-    return config.model_copy(update={"fsdp": fsdp})
+    return with_fsdp(config, transformer_layer_cls_to_wrap=[])
 
 
 def device_of(config: Config, name: str | None, memory: str | None) -> Device:
