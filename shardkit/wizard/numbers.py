@@ -12,7 +12,7 @@ from shardkit.plan.closed_form import Estimate, estimate, with_fsdp, with_strate
 from shardkit.plan.devices import Device
 from shardkit.plan.suggest import Candidate, suggest
 from shardkit.sizes import GIB, MIB, in_words
-from shardkit.wizard.conditions import planned
+from shardkit.wizard.conditions import device_elsewhere
 from shardkit.wizard.prompter import Option
 from shardkit.wizard.situation import CPU, HERE, SEVERAL, Situation
 
@@ -30,7 +30,7 @@ def device_of(s: Situation) -> Device:
     if s.on_cpu:
         share = s.hardware.memory_bytes // max(1, s.per_machine) if s.where in {HERE, CPU, SEVERAL} else None
         return Device("CPU", share, {}, reserve_bytes=0)
-    if (elsewhere := planned(s)) is not None:
+    if (elsewhere := device_elsewhere(s)) is not None:
         return elsewhere
     return Device("GPU", min((d.memory_bytes for d in s.hardware.devices if d.memory_bytes), default=None), {})
 
@@ -63,7 +63,7 @@ def strategy_lines(s: Situation) -> Sequence[str]:
     return (what + kept + between, " " * LABEL_WIDTH + HEAD)
 
 
-def suggested(s: Situation, possible: Sequence[ShardingStrategy]) -> tuple[ShardingStrategy, str]:
+def suggest_strategy(s: Situation, possible: Sequence[ShardingStrategy]) -> tuple[ShardingStrategy, str]:
     """The suggested strategy and the reason, as in `shardkit plan`."""
     found = [Candidate(each, one.memory, one.traffic) for each, one in estimates(s).items() if each in possible]
     strategy, reason = suggest(found, device_of(s)) if found else (None, "")

@@ -19,6 +19,7 @@ from shardkit.wizard.question import Question
 from shardkit.wizard.situation import Situation
 
 Choice = Literal["save", "change", "advanced", "elsewhere", "quit"]
+_LONGEST_NAME_BYTES = 255  # NAME_MAX of Linux and macOS
 
 
 @dataclass(frozen=True)
@@ -215,9 +216,6 @@ def content_of(path: Path) -> bytes | None:
         return None
 
 
-_LONGEST_NAME_BYTES = 255  # NAME_MAX of Linux and macOS
-
-
 def why_not_writable(path: Path) -> str:
     """Why a file cannot be written there, or ""; checked before the first question."""
     if "\0" in str(path) or len(os.fsencode(path.name)) > _LONGEST_NAME_BYTES:
@@ -232,7 +230,7 @@ def why_not_writable(path: Path) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Raise ConfigError where a file cannot be written."""
+    """Raises ConfigError where a file cannot be written."""
     problem = why_not_writable(path)
     if problem:
         raise ConfigError(problem)
