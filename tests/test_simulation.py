@@ -179,7 +179,7 @@ def real_step(config: Config) -> tuple[int, str]:
     shape = gpt.parse(TINY.removeprefix("gpt:"))
     loss = batches.next_token_loss(torch.zeros(4, shape.seq, dtype=torch.long), shape.vocab)
     factory = batches.optimizer_factory("adamw")
-    model = gpt_module.build(shape)
+    model = gpt_module.GPT(shape)
     tracker, _ = tracked_step(model, config, build_mesh(config, process), process, factory, loss, False)
     top = max(tracker.moments, key=lambda moment: moment.memory.total)
     return top.memory.total, top.text
