@@ -77,11 +77,9 @@ def plan(
         Path | None,
         typer.Option(help="Log folder of a run with launch --measure: compare plan and measurement.", **options.PATH),
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="Configuration file; by default found from the current folder.", **options.PATH)
-    ] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, as in the file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    config: options.ConfigFile = None,
+    settings: options.Settings = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Estimate memory and traffic of training for every strategy, what fits, and what to change."""
     from shardkit.config.files import find as find_file
