@@ -17,8 +17,8 @@ from shardkit.doctor import ranks as doctor_ranks
 from shardkit.doctor.findings import Finding, Level
 from shardkit.launch import folders, meeting
 from shardkit.launch.preflight import Machine
+from tests.launches import Running, free_port
 from tests.network import ADDRESSES, folder, two_machines
-from tests.test_launch import Running, free_port
 
 COMMAND = [sys.executable, "-m", "shardkit", "doctor", "--cpu"]
 PORT = 29500
