@@ -85,7 +85,7 @@ class Monitor:
         self._cpu_checked_s = 0.0
         self._warned: set[tuple[int, str]] = set()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shardkit-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="shardkit-monitor", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
