@@ -342,7 +342,7 @@ def test_it_saves_elsewhere_and_refuses_a_folder_that_is_not_there(folder, capsy
     assert talk_plainly([""] * 6 + ["another", "no/where.yaml", "other.yaml", "save"]) == 0
     assert (folder / "other.yaml").exists() and not (folder / "shardkit.yaml").exists()
     captured = capsys.readouterr().out
-    assert "no/where.yaml: its folder does not exist; create it" in captured
+    assert "no/where.yaml: there is no folder no; create it" in captured
     assert "-o other.yaml" in captured
 
 

@@ -305,8 +305,6 @@ def target_problem(target: Path, force: bool) -> str | None:
 
     if problem := why_no_file(target):
         return problem
-    if not target.parent.is_dir():
-        return f"{target}: there is no folder {target.parent}; create it, or choose another --output."
     if target.exists() and not force:
         return f"{target}: exists; replace it with --force (the old one is kept), or choose another --output."
     return None

@@ -222,10 +222,8 @@ def why_not_writable(path: Path) -> str:
         return "no file can have this name; choose another."
     if problem := files.why_no_file(path):
         return problem
-    if not os.path.isdir(path.parent):
-        return f"{path}: its folder does not exist; create it, or choose another with --output."
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        return f"{path}: cannot be written; choose another with --output."
+        return f"{path}: cannot be written; {files.ELSEWHERE}."
     return ""
 
 
