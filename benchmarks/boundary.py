@@ -55,9 +55,9 @@ def _rank(rank: int, ranks: int, options: argparse.Namespace, folder: Path) -> N
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
     torch.set_num_threads(1)
-    watch, everyone, flag = BackgroundAgreement(lambda: False, noticed_late), control.start(), torch.zeros(1)
+    agreement, everyone, flag = BackgroundAgreement(lambda: False, noticed_late), control.start(), torch.zeros(1)
     actions: dict[str, Callable[[], Any]] = {
-        BESIDE: watch.pass_boundary,
+        BESIDE: agreement.pass_boundary,
         ASKED: lambda: everyone.any(False),
         REDUCED: lambda: dist.all_reduce(flag),
     }
@@ -70,7 +70,7 @@ def _rank(rank: int, ranks: int, options: argparse.Namespace, folder: Path) -> N
     if rank == 0:
         torch.save(measured, folder / "measured")
     dist.barrier()
-    watch.close()
+    agreement.close()
     dist.destroy_process_group()
 
 

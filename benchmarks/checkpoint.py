@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import statistics
 import tempfile
 import threading
@@ -83,20 +82,13 @@ def main() -> None:
     result = {**interleaved.surroundings(), "ranks": options.ranks, "layers": options.layers}
     for family in options.family or COMPARED:
         with tempfile.TemporaryDirectory(dir=options.folder) as name:
-            arguments = (family, options.ranks, options.layers, options.rounds, Path(name), free_port())
+            arguments = (family, options.ranks, options.layers, options.rounds, Path(name), interleaved.free_port())
             multiprocessing.spawn(measure, arguments, nprocs=options.ranks)
             measured = json.loads((Path(name) / "result.json").read_text())
         result[family] = summary(family, measured)
         _show(family, measured)
     if options.output:
         interleaved.write(options.output, result)
-
-
-def free_port() -> int:
-    """A port of this machine that nobody uses now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def measure(rank: int, family: str, ranks: int, layers: int, rounds: int, folder: Path, port: int) -> None:

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import interleaved
-from benchmarks.checkpoint import WIDTH, free_port, peak_of
+from benchmarks.checkpoint import WIDTH, peak_of
 from shardkit.checkpoint import read, write
 from shardkit.checkpoint.state import Live
 from shardkit.distributed import control
@@ -95,7 +95,7 @@ def measure(family: str, ranks: int, layers: int, rounds: int, folder: Path) -> 
 
 
 def _in_fresh_ranks(function: Callable[..., None], ranks: int, *arguments: Any) -> None:
-    multiprocessing.spawn(_rank, (ranks, free_port(), function, arguments), nprocs=ranks)
+    multiprocessing.spawn(_rank, (ranks, interleaved.free_port(), function, arguments), nprocs=ranks)
 
 
 def _rank(rank: int, ranks: int, port: int, function: Callable[..., None], arguments: Any) -> None:

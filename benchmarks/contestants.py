@@ -41,7 +41,7 @@ class Task:
     def model(self) -> nn.Module:
         """The model, with equal weights for everyone."""
         torch.manual_seed(0)
-        return gpt_module.build(GptShape(self.layers, self.hidden, self.heads, self.vocab, self.seq))
+        return gpt_module.GPT(GptShape(self.layers, self.hidden, self.heads, self.vocab, self.seq))
 
     def dataset(self) -> TensorDataset:
         """Enough samples that epochs do not matter."""

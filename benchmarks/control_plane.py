@@ -12,7 +12,6 @@ this machine's cores: a cluster is faster, its growth is the same.
 import argparse
 import multiprocessing
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -54,10 +53,8 @@ def measured(ranks: int, times: int) -> dict[str, float]:
     """What rank 0 of so many measures."""
     forked = multiprocessing.get_context("fork")
     start, found = forked.Barrier(ranks), forked.SimpleQueue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [forked.Process(target=_rank, args=(rank, ranks, port, times, start, found)) for rank in range(ranks)]
+    arguments = (ranks, interleaved.free_port(), times, start, found)
+    processes = [forked.Process(target=_rank, args=(rank, *arguments)) for rank in range(ranks)]
     for process in processes:
         process.start()
     result: dict[str, float] = found.get()

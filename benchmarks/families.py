@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks import interleaved
 from shardkit.config.schema import Config
 from shardkit.errors import ShardkitError
+from shardkit.sizes import GIB
 
 FAMILIES = {
     "albert": "AlbertForMaskedLM",
@@ -82,7 +83,6 @@ RANKS, TOKENS = 8, 512
 NO_TEXT = {"convnext", "deit", "dinov2", "hubert", "swin", "vit", "wav2vec2", "whisper"}
 # Their own loss takes the logits as they are computed; others convert them to fp32 first.
 LOSS_IN_16_BITS = {"mt5", "t5"}
-GIB = 2**30
 
 
 @dataclass(frozen=True)

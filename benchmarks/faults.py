@@ -14,7 +14,6 @@ import argparse
 import os
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -116,7 +115,7 @@ def tried(name: str, fault: str, machines: int, limit_s: float) -> Found:
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         (folder / "script.py").write_text(SCRIPT.format(fault=FAULTS[fault]))
-        port = free_port()
+        port = interleaved.free_port()
         screens = [folder / f"screen-{machine}" for machine in range(machines)]
         launchers = [
             started(command(name, machine, machines, port, folder), folder, screen)
@@ -214,12 +213,6 @@ def clean_up(launchers: list[subprocess.Popen], folder: Path) -> None:
     for path in folder.glob("pid-*"):
         if is_alive(pid := int(path.read_text())):
             os.kill(pid, signal.SIGKILL)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

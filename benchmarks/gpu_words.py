@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-GIB = 2**30
+from shardkit.sizes import GIB
+
 ENDS = {"failed": "failed", "ended_early": "ended early"}
 # A line that begins with the name of an exception, as the end of a traceback does, maybe after the number of its rank.
 NAMES_AN_ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception|Failed|Exit|Interrupt)\b")

@@ -1,4 +1,4 @@
-"""What every comparison here shares: turns in a fair order, medians and quartiles, ratios with an interval, JSON.
+"""What the comparisons here share: turns in a fair order, medians and quartiles, ratios with an interval, JSON, ports.
 
 Contestants take turns in one run, so that a machine that slows down slows all of them. A ratio is the median of the
 ratios within each round; its interval comes from drawing rounds again (bootstrap, percentiles 2.5 and 97.5).
@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import random
+import socket
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -82,6 +83,13 @@ def surroundings() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
     }
+
+
+def free_port() -> int:
+    """A port of this machine that nobody uses now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def _version(package: str) -> str | None:

@@ -25,6 +25,7 @@ from shardkit.model.sources import describe
 from shardkit.plan.answer import PlanRequest, row
 from shardkit.plan.devices import DEVICES
 from shardkit.plan.simulation import simulate
+from shardkit.sizes import MIB
 
 GPT = "gpt:layers=6,hidden=512,heads=8,vocab=8000,seq=256"
 LLAMA = {
@@ -58,7 +59,6 @@ SMALL = {
     "max_position_embeddings": 64,
 }
 MODELS: dict[str, Any] = {"gpt": GPT, "llama": LLAMA, "vit": VIT}
-MIB = 2**20
 
 
 @dataclass(frozen=True)

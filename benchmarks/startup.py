@@ -5,8 +5,8 @@
 Each is a fresh process with warm file caches (the run that checks it comes before), in a folder and a home directory
 of its own. "launch" starts a script that does nothing on 2 CPU ranks; "meet on N" one whose ranks import torch, make a
 gloo group, pass one barrier and leave, beside a plain Python that only imports torch; "missing script" is the time to
-the error. For
-"validate" accelerate's nearest is `config update`, which reads the file, checks its keys and writes it again.
+the error. For "validate" accelerate's nearest is `config update`, which reads the file, checks its keys and writes it
+again.
 """
 
 import argparse

@@ -10,10 +10,11 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 def count_text(number: int) -> str:
     """A count in short form: 6.74 B, 124 M, 8,192."""
-    for factor, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
-        if number >= factor:
-            return f"{number / factor:.3g} {unit}"
-    return f"{number:,}"
+    if number < 10**6:
+        return f"{number:,}"
+    rounded = float(f"{number:.3g}")  # first: 999,999,999 are 1 B
+    factor, unit = next(one for one in ((10**12, "T"), (10**9, "B"), (10**6, "M")) if rounded >= one[0])
+    return f"{rounded / factor:.3g} {unit}"
 
 
 def first_few(names: Iterable[object], most: int) -> str:

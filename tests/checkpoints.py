@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardkit.checkpoint import read, state, write
 from shardkit.checkpoint.load_plan import LoadOptions
 from shardkit.distributed import control
+from shardkit.distributed.tensors import local_part
 from shardkit.storage.url import place_of
 
 STEP_BYTES = 8
@@ -138,3 +139,35 @@ def load(live, path, **settings):
 
 def load_newest(live, root, **settings):
     return read.load_newest(live, place_of(root), control.start(60.0), LoadOptions(**settings))
+
+
+def fill(live, step):
+    """Set everything in a state to the step's number, so that any mix is visible."""
+    with torch.no_grad():
+        for tensor in state.model_tensors(live.models[0]).values():
+            local_part(tensor).fill_(step)
+        for row in live.optimizers[0].state.values():
+            for value in row.values():
+                local_part(value).fill_(step)
+    live.objects["registered.0"].value["count"] = step
+
+
+def values_in(live):
+    found = {float(v) for t in state.model_tensors(live.models[0]).values() for v in t.flatten().tolist()}
+    for row in live.optimizers[0].state.values():
+        found |= {float(v) for value in row.values() for v in value.flatten().tolist()}
+    return found | {float(live.objects["registered.0"].value["count"])}
+
+
+def prepared(strategy):
+    live = build(strategy)
+    train(live, 1)
+    return live
+
+
+def resumed_step(root):
+    """The step that a resume finds, after checking that all of its state is of that one step."""
+    live = prepared("plain")
+    loaded = load_newest(live, root)
+    assert values_in(live) == {float(loaded.checkpoint.manifest.step)}, "a mix of steps"
+    return loaded.checkpoint.manifest.step

@@ -70,7 +70,6 @@ def _nothing_leaks() -> Iterator[None]:
 
 
 def _has_group() -> bool:
-    """None if torch was not imported."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 

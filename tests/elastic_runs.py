@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from tests.launches import Running, free_port, is_alive, script
 from tests.scripts import elastic
-from tests.test_launch import Running, free_port, is_alive, script
 
 PATIENCE_S = 270
 """For each wait, on a machine that is busy with other things."""

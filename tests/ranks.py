@@ -4,7 +4,7 @@
 
 Each call is a world of its own: a fresh process group over a fresh store, torn down afterwards; a rank that raises
 fails the test with its traceback. A function must be importable (module level), and so must its arguments.
-Use `spawn(...)` where a process is meant to die.
+Where a process is meant to die, see tests/forked.py.
 """
 
 import faulthandler

@@ -99,7 +99,7 @@ def cluster(folder: Path, nodes: tuple[str, ...] = (socket.gethostname(), "zzz-s
     environment = {
         **os.environ,
         "SLURM_CONF": str(folder / "slurm.conf"),
-        "PATH": ":".join([*_FOLDERS]),
+        "PATH": ":".join(_FOLDERS),
         "LD_LIBRARY_PATH": f"{_LIBRARIES}:{plugins}",
     }
     stepd, daemons = str(program("slurmstepd")), []

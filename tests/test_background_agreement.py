@@ -104,7 +104,7 @@ def threads_left() -> set[int | None]:
 
 
 def _watching() -> set[int | None]:
-    return {thread.ident for thread in threading.enumerate() if thread.name == "shardkit-watch"}
+    return {thread.ident for thread in threading.enumerate() if thread.name == "shardkit-agreement"}
 
 
 def test_no_thread_outlives_its_run(ranks):

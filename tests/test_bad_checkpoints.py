@@ -14,7 +14,7 @@ from shardkit.checkpoint import disk, manifest, state_json
 from shardkit.cli.main import run
 from shardkit.errors import CheckpointCorrupted, CheckpointError
 from tests import checkpoints
-from tests.test_faults_save import fill, prepared, values_in
+from tests.checkpoints import fill, prepared, values_in
 
 GOLDEN = Path(__file__).parent / "golden" / "0.1.0" / "full"
 PLACE = ["optimizers", 0, "plain", "a", "b"]

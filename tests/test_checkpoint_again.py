@@ -12,7 +12,7 @@ from shardkit.errors import CheckpointSaveError
 from shardkit.runtime import saving
 from tests import forked
 from tests.loops.run import whole
-from tests.test_checkpoint_facade import run_of, train
+from tests.numbered_runs import run_of, train
 
 
 class Noted:

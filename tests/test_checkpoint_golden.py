@@ -10,7 +10,7 @@ import torch
 
 from shardkit.checkpoint import manifest
 from tests import checkpoints
-from tests.test_faults_save import prepared, values_in
+from tests.checkpoints import prepared, values_in
 
 GOLDEN = Path(__file__).parent / "golden"
 SAVED = sorted(path.parent.relative_to(GOLDEN).as_posix() for path in GOLDEN.rglob(manifest.NAME))

@@ -13,7 +13,7 @@ from shardkit.checkpoint import folder, locate, manifest, retention, verify
 from shardkit.cli.main import run as run_command
 from shardkit.errors import EXIT_CHECKPOINT, CheckpointError, CheckpointSaveError, UsageError
 from shardkit.runtime import objects, saving
-from tests.test_checkpoint_facade import run_of, train
+from tests.numbered_runs import run_of, train
 
 
 def saved_and_loaded(project, output):

@@ -13,7 +13,7 @@ from shardkit.checkpoint.fill import Saved
 from shardkit.errors import CheckpointCorrupted, CheckpointError
 from shardkit.runtime import saving
 from tests import checkpoints
-from tests.test_checkpoint_facade import run_of, train
+from tests.numbered_runs import run_of, train
 
 
 class Meter:

@@ -10,7 +10,7 @@ from shardkit.checkpoint import folder, manifest
 from shardkit.distributed.process import leave
 from shardkit.errors import CheckpointError, UsageError
 from tests import checkpoints, forked
-from tests.test_checkpoint_facade import run_of, train
+from tests.numbered_runs import run_of, train
 
 
 def load_too_early(project):

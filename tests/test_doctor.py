@@ -17,8 +17,8 @@ from shardkit.doctor import ranks as doctor_ranks
 from shardkit.doctor.findings import Finding, Level
 from shardkit.launch import folders, meeting
 from shardkit.launch.preflight import Machine
+from tests.launches import Running, free_port
 from tests.network import ADDRESSES, folder, two_machines
-from tests.test_launch import Running, free_port
 
 COMMAND = [sys.executable, "-m", "shardkit", "doctor", "--cpu"]
 PORT = 29500
@@ -58,8 +58,8 @@ def test_what_a_machine_lacks_is_found_with_what_to_change(tmp_path):
     assert (refused.level, refused.found) == (Level.ERROR, f"{tmp_path / 'file'} is a file")
     small = machine.shared_memory(1 << 30, tmp_path)
     assert small.level is Level.WARNING and "--shm-size" in small.change
-    assert machine.threads(config(num_processes=4), Machine((), 2)).level is Level.WARNING
-    assert machine.threads(config(num_processes=2), Machine((), 2)).level is Level.OK
+    assert machine.cores(config(num_processes=4), Machine((), 2)).level is Level.WARNING
+    assert machine.cores(config(num_processes=2), Machine((), 2)).level is Level.OK
     found = machine.configuration(config(num_processes=2, num_machines=2, use_cpu=True), Machine((), 2), {})
     assert [one.level for one in found] == [Level.ERROR] and "give --main HOST:PORT" in found[0].found
 

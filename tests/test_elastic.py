@@ -16,8 +16,8 @@ from shardkit.launch.membership import Generation, Member
 from shardkit.launch.spec import launch_spec
 from shardkit.runtime import settings
 from tests.elastic_runs import ElasticRun, check_losses
+from tests.launches import Running, command, script
 from tests.network import ADDRESSES, folder, two_machines
-from tests.test_launch import Running, command, script
 
 HOST = socket.gethostname()
 

@@ -20,9 +20,10 @@ from shardkit.model.cut import shard_dim
 from shardkit.model.describe import ModelDescription
 from shardkit.model.live import tree_of
 from shardkit.plan import worker
-from shardkit.plan.answer import PlanRequest, row, undivided
+from shardkit.plan.answer import PlanRequest, row
 from shardkit.plan.closed_form import estimate
 from shardkit.plan.devices import DEVICES
+from shardkit.plan.notes import undivided
 from shardkit.runtime import saving
 from shardkit.sharding.init import init_empty_weights
 

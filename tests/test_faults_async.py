@@ -17,7 +17,8 @@ from shardkit.checkpoint import async_save, commit, disk, faults, folder, manife
 from shardkit.distributed import control
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from tests import forked
-from tests.test_faults_save import KINDS, PUBLISHED, fill, prepared, resumed_step, save_one, save_twice
+from tests.checkpoints import fill, prepared, resumed_step
+from tests.test_faults_save import KINDS, PUBLISHED, save_one, save_twice
 
 
 def begin(live, background, agreed, root, step):

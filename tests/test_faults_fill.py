@@ -15,9 +15,9 @@ from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointCorrupted, CheckpointError, CheckpointSaveError, StateIncomplete
 from shardkit.runtime import saving, separate_checkpoints
 from tests import checkpoints, forked
-from tests.test_checkpoint_facade import run_of, train
+from tests.checkpoints import fill, prepared, values_in
+from tests.numbered_runs import run_of, train
 from tests.test_faults_load import save_steps
-from tests.test_faults_save import fill, prepared, values_in
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from shardkit.checkpoint import disk, folder, lock, manifest
 from shardkit.errors import CheckpointCorrupted, CheckpointError, CheckpointSaveError
 from shardkit.wording import counted
 from tests import checkpoints, forked
-from tests.test_faults_save import fill, prepared, values_in
+from tests.checkpoints import fill, prepared, values_in
 
 
 def save_steps(root, kind, steps):

@@ -9,39 +9,15 @@ import pytest
 import torch
 
 from shardkit.checkpoint import faults, folder, manifest
-from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from tests import checkpoints, forked
+from tests.checkpoints import fill, prepared, resumed_step, values_in
 
 KINDS = {"sharded": ("fsdp", "sharded"), "full": ("fsdp", "full"), "ddp": ("ddp", "sharded")}
 # Where both ranks pass; the others belong to rank 0.
 BOTH = ("preflight", "open", "write", "fsync", "close", "agree-1", "agree-2")
 # A kill after the rename leaves the new step.
 PUBLISHED = ("sync-root", "agree-2", "latest", "retention", "trash")
-
-
-def fill(live, step):
-    """Set everything in a state to the step's number, so that any mix is visible."""
-    with torch.no_grad():
-        for tensor in checkpoints.state.model_tensors(live.models[0]).values():
-            local_part(tensor).fill_(step)
-        for row in live.optimizers[0].state.values():
-            for value in row.values():
-                local_part(value).fill_(step)
-    live.objects["registered.0"].value["count"] = step
-
-
-def values_in(live):
-    found = {float(v) for t in checkpoints.state.model_tensors(live.models[0]).values() for v in t.flatten().tolist()}
-    for row in live.optimizers[0].state.values():
-        found |= {float(v) for value in row.values() for v in value.flatten().tolist()}
-    return found | {float(live.objects["registered.0"].value["count"])}
-
-
-def prepared(strategy):
-    live = checkpoints.build(strategy)
-    checkpoints.train(live, 1)
-    return live
 
 
 def save_one(live, root, step, kind, **request):
@@ -60,14 +36,6 @@ def save_twice(root, mode, fault, keep_last=2):
     except CheckpointSaveError as error:
         return str(error)
     return "saved"
-
-
-def resumed_step(root):
-    """The step that a resume finds, after checking that all of its state is of that one step."""
-    live = prepared("plain")
-    loaded = checkpoints.load_newest(live, root)
-    assert values_in(live) == {float(loaded.checkpoint.manifest.step)}, "a mix of steps"
-    return loaded.checkpoint.manifest.step
 
 
 @pytest.mark.fault_row(1)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent / "shardkit"
 PLAN_WITHOUT_TORCH = [
     f"shardkit.plan.{name}"
     for name in (
-        *("activations", "answer", "closed_form", "devices", "optimizers", "request", "unit_sizes"),
+        *("activations", "answer", "closed_form", "devices", "notes", "optimizers", "request", "unit_sizes"),
         *("averages", "roofline", "search", "suggest", "tpu", "traffic"),
     )
 ]

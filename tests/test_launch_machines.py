@@ -18,7 +18,7 @@ from shardkit.config.schema import Config
 from shardkit.errors import ConfigError, MachineError
 from shardkit.launch import addresses, attempts, meeting, store_client, stores
 from shardkit.launch.spec import greeting, launch_spec
-from tests.test_launch import free_port, launch, logs, running, script, wait_until_gone
+from tests.launches import free_port, launch, logs, running, script, wait_until_gone
 
 is_slow = pytest.mark.slow
 

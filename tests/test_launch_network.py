@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launches import Running, command, script
 from tests.network import ADDRESSES, Network, folder, two_machines
-from tests.test_launch import Running, command, script
 
 PORT = 29500
 

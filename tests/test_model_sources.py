@@ -448,6 +448,9 @@ def test_the_comment_holds_a_path_of_any_characters(spec):
     assert comment.write(named, "mine:build") == "# ours\r\n# model: mine:build\r\nmixed_precision: bf16\r\n"
 
 
-@pytest.mark.parametrize(("count", "text"), [(6_738_415_616, "6.74 B"), (124_439_808, "124 M"), (8192, "8,192")])
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(6_738_415_616, "6.74 B"), (999_814_144, "1 B"), (999_400_000, "999 M"), (124_439_808, "124 M"), (8192, "8,192")],
+)
 def test_counts_as_people_say_them(count, text):
     assert count_text(count) == text

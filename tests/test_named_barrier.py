@@ -14,7 +14,7 @@ from shardkit.distributed import named_barrier
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.runtime import loading, saving
 from tests import forked
-from tests.test_checkpoint_facade import run_of, train
+from tests.numbered_runs import run_of, train
 
 
 @contextmanager

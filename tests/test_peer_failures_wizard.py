@@ -52,7 +52,7 @@ def test_6c_no_choice_can_be_taken_that_would_fail_later(folder, capsys):
 
 
 def test_6d_a_missing_folder_is_told_before_the_first_question(folder):
-    with pytest.raises(ConfigError, match="its folder does not exist; create it, or choose another with --output"):
+    with pytest.raises(ConfigError, match="there is no folder"):
         talk(ENTER * 7, output=folder / "missing" / "shardkit.yaml")
 
 

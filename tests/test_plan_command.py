@@ -19,16 +19,17 @@ from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan import devices, measured, plot, roofline
 from shardkit.plan.activations import Loss
-from shardkit.plan.answer import Answer, PlanRequest, check_seq_len, possible_strategies, row, to_json
+from shardkit.plan.answer import Answer, PlanRequest, possible_strategies, row, to_json
 from shardkit.plan.answering import SimulationOptions, answer
-from shardkit.plan.closed_form import Memory, Moment, RankMemory
+from shardkit.plan.closed_form import CATEGORIES, Memory, Moment, RankMemory
+from shardkit.plan.notes import check_seq_len
 from shardkit.plan.report import render
 from shardkit.plan.request import build, configuration
 from shardkit.plan.search import Question, find
 from shardkit.plan.suggest import changes, suggest_from
 from shardkit.sizes import read_bytes
 
-OWN_BATCH = SimulationOptions(every_strategy=False, is_exact=False, batch="my:batch", optimizer="adamw")
+SIMULATED = SimulationOptions(every_strategy=False, is_exact=False)
 SMALL = "gpt:layers=4,hidden=64,heads=4,vocab=500,seq=32"
 GIB = 2**30
 
@@ -493,11 +494,11 @@ def test_wrong_flags_say_what_to_do(capsys, arguments, text):
 
 
 def test_a_batch_of_ones_own_is_named_and_has_no_other_size(monkeypatch):
-    asked = make_request(batch_size=7)
+    asked = replace(make_request(batch_size=7), own_batch="my:batch")
     with pytest.raises(UsageError, match=r"--batch-size: the function of --batch gives the micro-batch \(got both\)"):
-        answer(replace(asked, description=replace(asked.description, facts=None)), None, OWN_BATCH)
+        answer(replace(asked, description=replace(asked.description, facts=None)), None, SIMULATED)
     monkeypatch.setattr("shardkit.plan.answering.refine", lambda request, rows, *_, **__: (rows, ()))
-    found = answer(asked, None, OWN_BATCH)
+    found = answer(asked, None, SIMULATED)
     told = " ".join(render(found).split())
     assert "micro-batch of my:batch, micro-batch 7 x 32 tokens a rank in the closed form" in told
     assert to_json(found)["batch"] == "my:batch"
@@ -878,7 +879,7 @@ def test_the_picture(capsys, suffix):
     assert sum(word.endswith("GiB, too big") for word in words) == 4
     patterns = picture.findall(".//{http://www.w3.org/2000/svg}pattern")
     paths = ["".join(path.get("d", "") for path in p.iter("{http://www.w3.org/2000/svg}path")) for p in patterns]
-    assert len(set(paths)) == len(plot.CATEGORIES)  # tells them apart without colour
+    assert len(set(paths)) == len(CATEGORIES)  # tells them apart without colour
 
 
 def test_each_chart_of_the_page_has_its_own_patterns(capsys):
@@ -886,7 +887,7 @@ def test_each_chart_of_the_page_has_its_own_patterns(capsys):
     plan(capsys, "--model", SMALL, "--world", "8", "--strategy", "2", "--plot", "plan.html")
     pictures = Path("plan.html").read_text().split("<div class='picture'")[1:]
     names = [re.findall(r'<pattern id="([^"]+)"', picture) for picture in pictures]
-    assert len({name for own in names for name in own}) == len(pictures) * len(plot.CATEGORIES)
+    assert len({name for own in names for name in own}) == len(pictures) * len(CATEGORIES)
     for own, picture in zip(names, pictures, strict=True):
         assert set(re.findall(r"url\(#([^)]+)\)", picture)) == set(own)
 

@@ -19,7 +19,7 @@ from shardkit.launch import stores
 from shardkit.launch.forking import fork
 from shardkit.tracking import trackers
 from tests import forked
-from tests.test_launch import free_port
+from tests.launches import free_port
 
 ALONE = {"distributed_type": "FSDP", "use_cpu": True}
 

@@ -15,7 +15,7 @@ import pytest
 from shardkit.cli.main import run
 from shardkit.config import files
 from shardkit.ray import configuration_for
-from tests.test_launch import script
+from tests.launches import script
 
 CPU = "distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\n"
 

@@ -9,7 +9,7 @@ import pytest
 from shardkit.checkpoint import commit, folder, manifest, retention
 from shardkit.errors import CheckpointError
 from tests import checkpoints
-from tests.test_faults_save import prepared
+from tests.checkpoints import prepared
 
 
 @pytest.fixture

@@ -42,6 +42,12 @@ def request(
     return PlanRequest(describe(spec), config, world_size, min(8, world_size), DEVICES["cpu"], batch_size=4)
 
 
+def request_in(folder: Path, spec: str, own_batch: str | None = None) -> PlanRequest:
+    """For a model, and a batch, of the files in the folder."""
+    found, config = describe(spec, folder=folder), Config(num_processes=2)
+    return PlanRequest(found, config, 2, 2, DEVICES["cpu"], own_batch=own_batch, folder=folder)
+
+
 def with_steps(asked: PlanRequest, steps: int) -> PlanRequest:
     section = ShardkitConfig(gradient_accumulation_steps=steps)
     return asked.with_config(asked.config.model_copy(update={"shardkit": section}))
@@ -62,7 +68,7 @@ def simulated(asked: PlanRequest, is_exact: bool = False) -> tuple[RankMemory, d
         is_exact,
         ema=asked.ema.value,
     )
-    found = _simulation(asked, asked.config, worker._to_json(*worker.simulated(job, asked.config)), None)
+    found = _simulation(asked, asked.config, worker._to_json(*worker.simulated(job, asked.config)))
     return found.memory, found.payload_bytes
 
 
@@ -173,7 +179,7 @@ def real_step(config: Config) -> tuple[int, str]:
     shape = gpt.parse(TINY.removeprefix("gpt:"))
     loss = batches.next_token_loss(torch.zeros(4, shape.seq, dtype=torch.long), shape.vocab)
     factory = batches.optimizer_factory("adamw")
-    model = gpt_module.build(shape)
+    model = gpt_module.GPT(shape)
     tracker, _ = tracked_step(model, config, build_mesh(config, process), process, factory, loss, False)
     top = max(tracker.moments, key=lambda moment: moment.memory.total)
     return top.memory.total, top.text
@@ -423,12 +429,8 @@ def batch():
 @pytest.mark.parametrize("kind", ["zip", "shape", "dict"])
 def test_a_model_that_counts_its_blocks_is_simulated_whole(tmp_path, kind):
     (tmp_path / "counting_model.py").write_text(COUNTS)
-    spec = f"counting_model:of_{kind}"
-    asked = PlanRequest(describe(spec, folder=tmp_path), Config(num_processes=2), 2, 2, DEVICES["cpu"])
-    exact, found = (
-        simulate(asked, batch="counting_model:batch", folder=tmp_path, is_exact=is_exact)[0]
-        for is_exact in (True, False)
-    )
+    asked = request_in(tmp_path, f"counting_model:of_{kind}", "counting_model:batch")
+    exact, found = (simulate(asked, is_exact=is_exact)[0] for is_exact in (True, False))
     assert found.memory == exact.memory
     assert "Every layer was simulated: the model does not run with fewer." in found.notes
 
@@ -481,12 +483,8 @@ def batch():
 @pytest.mark.parametrize(("kind", "is_even"), [("second", False), ("half", False), ("taps", False), ("all", True)])
 def test_layers_that_differ_by_their_number_are_not_extrapolated(tmp_path, kind, is_even):
     (tmp_path / "numbered_model.py").write_text(NUMBERED)
-    spec = f"numbered_model:of_{kind}"
-    asked = PlanRequest(describe(spec, folder=tmp_path), Config(num_processes=2), 2, 2, DEVICES["cpu"])
-    exact, found = (
-        simulate(asked, batch="numbered_model:batch", folder=tmp_path, is_exact=is_exact)[0]
-        for is_exact in (True, False)
-    )
+    asked = request_in(tmp_path, f"numbered_model:of_{kind}", "numbered_model:batch")
+    exact, found = (simulate(asked, is_exact=is_exact)[0] for is_exact in (True, False))
     assert found.memory.peak == exact.memory.peak
     why = "Every layer was simulated: equal layers do not all add the same memory."
     assert (why in found.notes) is not is_even
@@ -528,16 +526,11 @@ def test_layers_that_are_dropped_at_random_are_kept(is_kept):
     assert {"0", "1", "2"} <= {moment.unit for moment in tracker.moments}
 
 
-def own_model(folder: Path, spec: str = "choosy_model:build") -> PlanRequest:
-    (folder / "choosy_model.py").write_text(BAD)
-    config = Config(num_processes=2)
-    return PlanRequest(describe(spec, folder=folder), config, 2, 2, DEVICES["cpu"])
-
-
 @pytest.mark.slow
 def test_a_model_that_reads_values_is_named_by_line(tmp_path):
+    (tmp_path / "choosy_model.py").write_text(BAD)
     with pytest.raises(ModelError) as error:
-        simulate(own_model(tmp_path), batch="choosy_model:batch", folder=tmp_path)
+        simulate(request_in(tmp_path, "choosy_model:build", "choosy_model:batch"))
     assert str(error.value).startswith("choosy_model.py:13: the model choosy_model:build cannot train on fake tensors")
     assert "leave --simulate out: the closed form runs no model code" in str(error.value)
 
@@ -551,10 +544,9 @@ def test_an_error_of_a_library_is_named_by_its_line_there(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**named, **sizes, **heads}))
     inputs = '{"input_ids": torch.ones(1, 8, dtype=torch.long), "inputs_embeds": torch.ones(1, 8, 16)}'
     (tmp_path / "both_inputs.py").write_text(f"import torch\ndef batch():\n    return {inputs}\n")
-    request = PlanRequest(describe("config.json", folder=tmp_path), Config(num_processes=2), 2, 2, DEVICES["cpu"])
     line = r"--simulate config\.json: .* \(transformers/models/llama/modeling_llama\.py:\d+: ValueError: "
     with pytest.raises(ModelError, match=f"{line}.*; take another version of transformers, or another batch"):
-        simulate(request, batch="both_inputs:batch", folder=tmp_path)
+        simulate(request_in(tmp_path, "config.json", "both_inputs:batch"))
 
 
 def test_a_batch_that_forward_does_not_accept_is_refused_with_the_rule():
@@ -585,9 +577,8 @@ def test_weights_alone_cannot_be_simulated(tmp_path):
     from torch import zeros
 
     save_file({f"h.{i}.w.weight": zeros(4, 4) for i in range(3)}, tmp_path / "model.safetensors")
-    found = describe("model.safetensors", folder=tmp_path)
     with pytest.raises(UsageError, match="weights alone cannot run"):
-        simulate(PlanRequest(found, Config(), 1, 1, DEVICES["cpu"]), folder=tmp_path)
+        simulate(request_in(tmp_path, "model.safetensors"))
 
 
 OPTIMIZERS = """

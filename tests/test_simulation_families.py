@@ -15,9 +15,10 @@ from shardkit.model.families import activation_gaps
 from shardkit.model.live import tree_of
 from shardkit.model.sources import describe
 from shardkit.plan import activations, worker
-from shardkit.plan.answer import PlanRequest, frozen_above, row
+from shardkit.plan.answer import PlanRequest, row
 from shardkit.plan.closed_form import Memory
 from shardkit.plan.devices import DEVICES
+from shardkit.plan.notes import frozen_above
 from shardkit.plan.simulation import _simulation, simulate
 
 MIB = 2**20
@@ -203,7 +204,7 @@ def test_the_simulated_sequence_is_the_one_that_is_reported(tmp_path):
     assert asked.sequence_tokens == 32
     (by_default,) = simulate(asked)
     job = worker.Job("transformers", str(tmp_path), [], 2, 2, "adamw", None, batch_size=1, seq_len=32, is_exact=False)
-    given = _simulation(asked, asked.config, worker._to_json(*worker.simulated(job, asked.config)), None)
+    given = _simulation(asked, asked.config, worker._to_json(*worker.simulated(job, asked.config)))
     assert by_default.memory.peak == given.memory.peak
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_launch import Running, folder_for, script
+from tests.launches import Running, folder_for, script
 
 HANG = ("-n", "2", "--set", "shardkit.launch.hang_timeout_s=3")
 

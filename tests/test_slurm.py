@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import slurm_cluster
-from tests.test_launch import script
+from tests.launches import script
 
 pytestmark = [
     pytest.mark.slurm,

@@ -22,9 +22,9 @@ from shardkit.runtime.objects import save as save_file
 from shardkit.storage import objects
 from shardkit.storage.url import Url, place_of
 from tests import checkpoints, forked, stores
+from tests.checkpoints import fill, prepared, resumed_step, values_in
+from tests.numbered_runs import in_parts, run_of, train, uninterrupted
 from tests.ranks import RankError
-from tests.test_checkpoint_facade import in_parts, run_of, train, uninterrupted
-from tests.test_faults_save import fill, prepared, resumed_step, values_in
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from shardkit.plan import devices
 from shardkit.submit import job as jobs
 from shardkit.submit import reading, sending, sizing
 from shardkit.submit.engines import ENGINES
-from tests.test_launch import script
+from tests.launches import script
 
 CONFIGURATION = """distributed_type: FSDP
 num_machines: 2

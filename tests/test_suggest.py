@@ -27,4 +27,4 @@ def test_the_wizard_and_the_plan_suggest_the_same(layers, gpus):
     planned = {strategy: row(request.with_config(with_strategy(request.config, strategy))) for strategy in found}
     for strategy, one in planned.items():
         assert numbers.device_of(situation).fits(found[strategy].memory.peak.total) == one.fits, strategy
-    assert numbers.suggested(situation, list(found)) == suggest.suggest_from(list(planned.values()), H100)
+    assert numbers.suggest_strategy(situation, list(found)) == suggest.suggest_from(list(planned.values()), H100)

@@ -15,6 +15,7 @@ from shardkit.config import files
 from shardkit.config.hardware import Hardware
 from shardkit.config.scheduler import Scheduler
 from shardkit.config.schema import ShardingStrategy
+from shardkit.wizard.draft import Draft
 from shardkit.wizard.prompter import PlainPrompter
 from shardkit.wizard.run import WizardOptions, converse
 from tests.wizard_talk import (
@@ -341,7 +342,7 @@ def test_it_saves_elsewhere_and_refuses_a_folder_that_is_not_there(folder, capsy
     assert talk_plainly([""] * 6 + ["another", "no/where.yaml", "other.yaml", "save"]) == 0
     assert (folder / "other.yaml").exists() and not (folder / "shardkit.yaml").exists()
     captured = capsys.readouterr().out
-    assert "no/where.yaml: its folder does not exist; create it" in captured
+    assert "no/where.yaml: there is no folder no; create it" in captured
     assert "-o other.yaml" in captured
 
 
@@ -560,6 +561,14 @@ def test_the_answers_for_another_file_are_kept(folder):
     assert talk(ENTER + ENTER * 4) == 0
     assert saved(folder)["num_processes"] == 4
     assert list((folder.parent / "state" / "shardkit" / "drafts").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ago"),
+    [(5, "just now"), (60, "1 minute ago"), (600, "10 minutes ago"), (7200, "2 hours ago")],
+)
+def test_a_draft_says_how_old_it_is(seconds, ago):
+    assert Draft("shardkit.yaml", {"where": "here"}, 0.0).text(seconds) == f"1 answer, {ago}"
 
 
 def test_a_resumed_run_can_start_fresh(folder):

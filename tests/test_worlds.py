@@ -22,7 +22,7 @@ from shardkit.config.tasks import launch_problem, world_of
 from shardkit.distributed.stores import _gloo_variables
 from shardkit.errors import ConfigError, MachineError
 from shardkit.launch import addresses, connectivity, preflight, stores
-from tests.test_launch import free_port, script
+from tests.launches import free_port, script
 
 SRUN = {
     "SLURM_JOB_ID": "4711",

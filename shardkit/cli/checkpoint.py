@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardkit import sizes
-from shardkit.cli import HELP, checkpoint_text
+from shardkit.cli import HELP, checkpoint_text, options
 from shardkit.cli.advice import ADVICE
 from shardkit.cli.progress import Progress
 from shardkit.digits import number_of_flag
@@ -41,7 +41,6 @@ def _on_disk(path: str) -> Path:
     return found
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 # A Place. typer knows no unions, and before 0.29 makes a Path of what a parser gives for a parameter declared as one.
 Where = Annotated[
     Any,
@@ -73,7 +72,7 @@ def checkpoint() -> None:
 
 
 @app.command("list")
-def list_(path: Series = Path(), as_json: AsJson = False) -> int:
+def list_(path: Series = Path(), as_json: options.AsJson = False) -> int:
     """List the checkpoints of a run, oldest first: step, date, size, and whether all their files exist."""
     from shardkit.checkpoint import folder, locate, paths
 
@@ -122,7 +121,7 @@ def _is_gone(found: Place, given: Place) -> bool:
 def inspect(
     path: Where = Path(),
     tensors: Annotated[bool, typer.Option("--tensors", help="Every tensor: dtype, shape, placement.")] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Show the contents of a checkpoint: step, ranks, sizes, versions, and with --tensors every tensor."""
     from shardkit.checkpoint import locate
@@ -176,7 +175,7 @@ def _tensors(found: "Checkpoint") -> dict[str, dict[str, Any]]:
 
 
 @app.command()
-def verify(path: Each = Path(), as_json: AsJson = False) -> int:
+def verify(path: Each = Path(), as_json: options.AsJson = False) -> int:
     """Verify the digests of a checkpoint, or of all checkpoints in a folder. Exit code 3 if one is damaged.
 
     Those that a run deletes meanwhile are left out.
@@ -212,7 +211,7 @@ def _damages(path: Place) -> tuple[list[str], int]:
 
 
 @app.command()
-def diff(first: Where, second: Where, as_json: AsJson = False) -> int:
+def diff(first: Where, second: Where, as_json: options.AsJson = False) -> int:
     """Show the differences between two checkpoints, saved on any numbers of ranks. Exit code 1 if the states differ.
 
     Both are verified first. Exit code 3 if one is damaged.
@@ -240,7 +239,7 @@ def merge(
     ],
     dtype: Dtype = None,
     max_shard_size: ShardSize = "5GB",
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Export the model of a checkpoint as safetensors files for torch and Transformers. Verifies the digests."""
     from shardkit.checkpoint import export, locate
@@ -288,7 +287,7 @@ def merge(
 def pin(
     path: Where,
     undo: Annotated[bool, typer.Option("--undo", help="Remove the protection.")] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Protect a checkpoint from retention and prune."""
     from shardkit.checkpoint import locate, retention
@@ -311,7 +310,7 @@ def prune(
         str, typer.Option("--keep-every", metavar="N", help="Also keep multiples of so many steps.")
     ] = "0",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted, delete nothing.")] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Delete older checkpoints, and files of killed saves. Verifies those that are kept; damaged ones are not counted.
 
@@ -361,7 +360,7 @@ def convert(
         ),
     ] = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Skip optimizer and scheduler.")] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Convert another program's checkpoint to a shardkit checkpoint, for load_state and resume."""
     from shardkit.checkpoint.convert import convert as convert_into

@@ -77,7 +77,7 @@ def validate(
         Path | None, typer.Argument(help="The file; default: the one that launch would use.", **options.PATH)
     ] = None,
     config: Annotated[Path | None, typer.Option("--config", help="The same as PATH.", **options.PATH)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Validate a file. Prints all problems, with line and column."""
     from shardkit.config.files import find, read
@@ -113,7 +113,7 @@ def show(
     ] = None,
     settings: options.Settings = None,
     origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    as_json: options.AsJson = False,
     diff: Annotated[
         Path | None, typer.Option("--diff", help="Show only differences from another file.", **options.PATH)
     ] = None,
@@ -305,8 +305,6 @@ def target_problem(target: Path, force: bool) -> str | None:
 
     if problem := why_no_file(target):
         return problem
-    if not target.parent.is_dir():
-        return f"{target}: there is no folder {target.parent}; create it, or choose another --output."
     if target.exists() and not force:
         return f"{target}: exists; replace it with --force (the old one is kept), or choose another --output."
     return None

@@ -39,7 +39,7 @@ def doctor(
     folder: Annotated[
         Path, typer.Option("--folder", help="Folder of checkpoints and logs, whose disk is tested.", **options.PATH)
     ] = Path("."),
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Test what a run with this configuration needs, and advise what to change. With several machines: run it on each,
     as `shardkit launch`. The exit code is not 0 if a run would fail."""

@@ -4,11 +4,11 @@ import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from shardkit.cli import HELP
+from shardkit.cli import HELP, options
 from shardkit.sizes import in_words
 from shardkit.wording import counted
 
@@ -21,7 +21,7 @@ _PACKAGES = ["torch", "pydantic", "pyyaml", "safetensors", "transformers", "acce
 
 
 @app.command()
-def environment(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False) -> int:
+def environment(as_json: options.AsJson = False) -> int:
     """Show devices, memory, cores, backends, versions, scheduler and the configuration found."""
     facts = _facts()
     if as_json:

@@ -11,8 +11,10 @@ from shardkit.cli import HELP, options
 from shardkit.errors import ConfigError, RankFailure, ShardkitError
 
 if TYPE_CHECKING:
+    from shardkit.config.files import LoadedConfig
+    from shardkit.config.schema import Config
     from shardkit.launch.flags import Switches
-    from shardkit.launch.preflight import Problem
+    from shardkit.launch.preflight import Machine, Problem
 
 
 class LaunchCommand(TyperCommand):
@@ -217,7 +219,7 @@ def _options_after(command: list[str], error: RankFailure) -> str:
     return f"  options  the script got {' '.join(found)}; options of launch go before the script" if found else ""
 
 
-def _is_awaited(loaded: Any) -> bool:
+def _is_awaited(loaded: "LoadedConfig") -> bool:
     """Whether other machines wait for this one. Those of an elastic run wait for none in particular."""
     from shardkit.launch import declining, preflight
 
@@ -226,7 +228,7 @@ def _is_awaited(loaded: Any) -> bool:
     return is_fixed and declining.has_number(loaded) and not preflight.is_on_pod(config)
 
 
-def _problem_of_series(config: Any) -> list[str]:
+def _problem_of_series(config: "Config") -> list[str]:
     """Why a run cannot resume from the path that it is given, where several checkpoints lie; the ranks judge one."""
     from contextlib import suppress
 
@@ -256,7 +258,7 @@ def _raise_all(problems: "list[Problem]", decline: Callable[[str], None] | None)
         raise
 
 
-def _decline(loaded: Any, text: str) -> None:
+def _decline(loaded: "LoadedConfig", text: str) -> None:
     """Tell the other machines why this one does not come, where they wait for it."""
     from shardkit.launch import declining
 
@@ -273,7 +275,7 @@ def _decline_what_is_known(path: Path | None, settings: dict[str, str], text: st
 
 
 def start_on_pod(
-    loaded: Any,
+    loaded: "LoadedConfig",
     command: list[str],
     is_module: bool,
     settings: dict[str, str],
@@ -317,7 +319,7 @@ def checked(
     flag_problems: list[str],
     switches: "Switches",
     dry_run: bool,
-) -> tuple[Any, Any]:
+) -> "tuple[LoadedConfig, Machine]":
     """(the configuration, the machine), after all checks. Raises all problems at once, and prints notes.
 
     The other machines of a run are told the problems, unless it is a dry run."""

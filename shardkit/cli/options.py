@@ -66,6 +66,7 @@ AcceleratesMeaning = Annotated[
     ),
 ]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one value; repeatable.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 
 
 def plain_settings(

@@ -77,11 +77,9 @@ def plan(
         Path | None,
         typer.Option(help="Log folder of a run with launch --measure: compare plan and measurement.", **options.PATH),
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="Configuration file; by default found from the current folder.", **options.PATH)
-    ] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, as in the file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    config: options.ConfigFile = None,
+    settings: options.Settings = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Estimate memory and traffic of training for every strategy, what fits, and what to change."""
     from shardkit.config.files import find as find_file
@@ -130,6 +128,8 @@ def plan(
         ema=averages,
         network=gigabits,
         file=None if of or model else path,
+        own_optimizer=optimizer.strip() if ":" in optimizer else None,
+        own_batch=batch,
     )
     if path is not None and config is None:
         typer.echo(f"plan: settings of {path}", err=True)
@@ -176,7 +176,7 @@ def _simulation(
         problems.append("--closed-form: excludes --simulate (got both); use one of them.")
     if problems:
         raise UsageError("\n".join(problems))
-    return SimulationOptions(_is_every(strategy), exact, batch, optimizer.strip()) if simulate else None
+    return SimulationOptions(_is_every(strategy), exact) if simulate else None
 
 
 def _json(answer: "Answer", found: "Measured | None") -> str:

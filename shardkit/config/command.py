@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path as File
 from typing import Any
 
+from shardkit.config.files import find
 from shardkit.config.keys import Path, all_keys, value_at
 from shardkit.config.layers import NOTHING
 from shardkit.config.schema import Config
@@ -34,7 +35,6 @@ def command_for(config: Config, model: str | None, output: File | None, is_user:
 
 def config_flag(path: File) -> str:
     """` --config PATH` for a file that commands do not find from this folder; else an empty string."""
-    from shardkit.config.files import find
 
     found = find(File.cwd())
     if found is not None and found.resolve() == path.resolve():

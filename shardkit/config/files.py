@@ -34,6 +34,7 @@ ACCELERATE_NAMES = ("accelerate.yaml", "accelerate.yml", "accelerate_config.yaml
 _OF_A_MACHINE = {"machine_rank", "main_process_ip", "gpu_ids"}
 _OF_ITS_RANKS = ("log_dir", "bind_address", "show", "start", "threads_per_rank")
 _OF_A_MACHINE |= {f"shardkit.launch.{name}" for name in _OF_ITS_RANKS}
+ELSEWHERE = "choose another file with --output"
 
 
 @dataclass(frozen=True)
@@ -161,15 +162,15 @@ def write(config: Config, path: Path | str, comments: bool = True) -> None:
     write_text(dump(config, comments), Path(path))
 
 
-ELSEWHERE = "choose another file with --output"
-
-
 def why_no_file(path: Path) -> str | None:
-    """Why no file can have this name: something else has it, which a new file would replace; None if one can."""
+    """Why no file can have this name: something else has it, which a new file would replace, or its folder is missing;
+    None if one can."""
     if os.path.isdir(path):
         return f"{path}: is a folder; name a file in it."
     if os.path.exists(path) and not os.path.isfile(path):
         return f"{path}: is a device or a pipe; name a file."
+    if not os.path.isdir(path.parent):
+        return f"{path}: there is no folder {path.parent}; create it, or {ELSEWHERE}."
     return None
 
 
@@ -266,7 +267,7 @@ _texts_of_pipes: dict[Path, str] = {}
 def _what_to_do(path: Path, error: OSError) -> str:
     if not isinstance(error, FileNotFoundError):
         return "check its permissions."
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         return f"there is no folder {path.parent} either; check the path."
     return f"write one with: shardkit config --defaults -o {shlex.quote(str(path))}"
 

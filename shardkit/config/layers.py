@@ -24,7 +24,7 @@ from shardkit.config.keys import (
 from shardkit.errors import ConfigError
 
 Kind = Literal["default", "hardware", "file", "environment", "flag", "code"]
-STRENGTH: list[Kind] = ["default", "hardware", "file", "environment", "flag", "code"]
+STRENGTH = get_args(Kind)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Entries -> Config: resolves contradictions, checks types, and reports every problem at its place."""
 
-import re
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Literal, get_args, get_origin
@@ -11,7 +10,7 @@ from pydantic.fields import FieldInfo
 from shardkit.config import checks
 from shardkit.config.accelerate_keys import REFUSED_VALUES
 from shardkit.config.document import shortened
-from shardkit.config.keys import Path, all_keys, names_in, nearest, sections
+from shardkit.config.keys import Key, Path, all_keys, names_in, nearest, sections
 from shardkit.config.layers import DEFAULT, STRENGTH, Layer, Origin, SettingEntry, is_absent, with_value
 from shardkit.config.schema import Config, DistributedType, ShardingStrategy, read_bool, read_strategy
 from shardkit.errors import ConfigError
@@ -156,8 +155,7 @@ def _validated(entries: Mapping[Path, SettingEntry], layer: Layer) -> tuple[Conf
         wrong = {_path_of(detail["loc"]): detail for detail in reversed(error.errors(include_url=False))}
     for path in [path for path in entries if path in wrong]:
         entry = entries[path]
-        words = _words(wrong[path], all_keys()[path].field, path, entry.value)
-        layer.problems.append(f"{entry.place}: {words}")
+        layer.problems.append(f"{entry.place}: {_words(wrong[path], all_keys()[path], entry.value)}")
     config = Config.model_validate(_nested({path: entry for path, entry in entries.items() if path not in wrong}))
     return config, {".".join(path) for path in wrong}
 
@@ -201,17 +199,17 @@ def choices_of(field: FieldInfo) -> list[str]:
     return []
 
 
-def _words(detail: Any, field: FieldInfo, path: Path, value: Any) -> str:
+def _words(detail: Any, key: Key, value: Any) -> str:
     """The text of what is wrong with a value, and what to do."""
     got = f"(got {shortened(value.value if isinstance(value, Enum) else value)!r})"
     limit = detail.get("ctx", {})
-    refused = REFUSED_VALUES.get(path, {})
+    refused = REFUSED_VALUES.get(key.path, {})
     special = next((text for name, text in refused.items() if name.upper() == str(value).strip().upper()), None)
     if special:
         return f"is not supported {got}; {special}."
     match detail["type"]:
         case "enum" | "literal_error":
-            return f"is not one of the choices {got}; {_choices_in_words(field, path, value)}"
+            return f"is not one of the choices {got}; {_choices_in_words(key, value)}"
         case "bool_parsing" | "bool_type":
             return f"is not yes or no {got}; write true or false."
         case "greater_than_equal":
@@ -222,7 +220,7 @@ def _words(detail: Any, field: FieldInfo, path: Path, value: Any) -> str:
             return f"is too large {got}; write less than {_number(limit['lt'])}."
         case "greater_than":
             return f"is too small {got}; write more than {_number(limit['gt'])}."
-    return f"is not {_kind_in_words(detail['type'])} {got}; {_example(field)}"
+    return f"is not {_kind_in_words(detail['type'])} {got}; {_example(key)}"
 
 
 def _number(limit: float) -> str:
@@ -230,24 +228,24 @@ def _number(limit: float) -> str:
     return str(int(limit)) if limit == int(limit) else f"{limit:g}"
 
 
-def _choices_in_words(field: FieldInfo, path: Path, value: Any) -> str:
-    hint = nearest(value, choices_of(field))
-    numbers = path == _STRATEGY and hint.startswith("write")
+def _choices_in_words(key: Key, value: Any) -> str:
+    hint = nearest(value, choices_of(key.field))
+    numbers = key.path == _STRATEGY and hint.startswith("write")
     return hint.rstrip(".") + ", or its number, 1 to 5." if numbers else hint
 
 
 def _kind_in_words(kind: str) -> str:
     words = {"int": "a whole number", "float": "a number", "finite": "a finite number", "string": "a text"}
     words |= {"dict": "a block of keys", "list": "a list of names", "literal": "one of the choices"}
-    return words.get(re.split("_", kind)[0], "valid")
+    return words.get(kind.partition("_")[0], "valid")
 
 
-def _example(field: FieldInfo) -> str:
-    default = field.get_default(call_default_factory=True)
+def _example(key: Key) -> str:
+    default = key.default
     if isinstance(default, (int, float)) and not isinstance(default, bool):
         return f"write one such as {default:g}." if default < 1e7 else "write one such as 1e8 or 100M."
     if isinstance(default, list):
         return "write names with commas."
     if isinstance(default, dict):
         return "indent its keys below it."
-    return "write a number such as 1." if "int" in str(field.annotation) else "write a plain word."
+    return "write a number such as 1." if "int" in str(key.field.annotation) else "write a plain word."

@@ -4,11 +4,10 @@ A rule names settings, and says where these act. Settings that have their defaul
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 from shardkit.config.findings import Finding
-from shardkit.config.keys import all_keys
+from shardkit.config.keys import all_keys, value_at
 from shardkit.config.meaning import dtypes, runs_on_cpu, shards_on_xla
 from shardkit.config.schema import Config, DdpConfig, DistributedType, WrapPolicy
 
@@ -165,8 +164,8 @@ _OF_TPUS = (
 
 
 def _is_changed(config: Config, name: str) -> bool:
-    default = all_keys()[tuple(name.split("."))].field.get_default(call_default_factory=True)
-    return attrgetter(name)(config) != default
+    path = tuple(name.split("."))
+    return value_at(config, path) != all_keys()[path].default
 
 
 def _with_others(text: str, others: Sequence[str]) -> str:

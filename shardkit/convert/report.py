@@ -1,12 +1,12 @@
 """The report of a conversion: one line per key of the source file."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from shardkit.config.schema import Config
 
 Verdict = Literal["kept", "changed", "left out", "refused"]
-VERDICTS: list[Verdict] = ["kept", "changed", "left out", "refused"]
+VERDICTS = get_args(Verdict)
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,9 @@
-"""Ranks and their process group: startup, agreement, and collectives on tensors."""
+"""Ranks and their process group: startup, agreement, and collectives on tensors.
+
+the start       process, stores, same_config; accelerators, affinity, device_list; xla, for PyTorch/XLA
+agreement       control, named_barrier, background_agreement
+collectives     collectives, gradients, buffers
+of this rank    tensors, the parts of sharded ones; custom_state, a model's own loading code
+random numbers  seed, random_state
+for a launcher  progress, long_work
+"""

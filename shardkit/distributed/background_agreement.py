@@ -68,10 +68,10 @@ class BackgroundAgreement:
         self._closed = threading.Event()
         self._lost: str | None = None
         if self.world_size > 1:
-            shared = dist.PrefixStore("shardkit/watch", dist.distributed_c10d._get_default_store())
+            shared = dist.PrefixStore("shardkit/agreement", dist.distributed_c10d._get_default_store())
             number = shared.add(f"of rank {self.rank}", 1)
             start = (weakref.ref(self), dist.PrefixStore(str(number), shared), self._closed)
-            thread = threading.Thread(target=_look, args=start, name="shardkit-watch", daemon=True)
+            thread = threading.Thread(target=_poll, args=start, name="shardkit-agreement", daemon=True)
             _threads[thread] = self._closed
             thread.start()
 
@@ -132,25 +132,25 @@ def _end_threads() -> None:
         thread.join(max(0.0, until - time.monotonic()))
 
 
-def _look(reference: Callable[[], BackgroundAgreement | None], store: Any, closed: threading.Event) -> None:
-    """The thread's function: runs until the run is over or its watch is unreferenced; holds the watch only while
-    polling."""
-    looker = _StoreThread(store)
+def _poll(reference: Callable[[], BackgroundAgreement | None], store: Any, closed: threading.Event) -> None:
+    """The thread's function: runs until the run is over or its agreement is unreferenced, which it holds only while it
+    polls."""
+    poller = _Poller(store)
     pause = POLL_S
     while not closed.wait(pause):
-        watch = reference()
-        if watch is None:
+        agreement = reference()
+        if agreement is None:
             return
         try:
-            pause = looker.look(watch)
+            pause = poller.poll(agreement)
         except Exception as error:  # the rank that hosts the store has ended: the loop notices that by other means
-            watch._set(lost=str(error))
+            agreement._set(lost=str(error))
             return
-        del watch
+        del agreement
 
 
-class _StoreThread:
-    """The state of one thread."""
+class _Poller:
+    """What one thread knows of the store."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -161,76 +161,76 @@ class _StoreThread:
         self._has_announced = self._has_warned = False
         self._different: list[int] = []
 
-    def look(self, watch: BackgroundAgreement) -> float:
+    def poll(self, agreement: BackgroundAgreement) -> float:
         """Polls once; returns the seconds until the next poll."""
-        if watch._stop_at is not None:
+        if agreement._stop_at is not None:
             return POLL_S
         if self._is_stopping:
-            self._find_target(watch)
+            self._find_target(agreement)
             return POLL_SOON_S
-        if watch._stop_requested():
-            self._store.set("stop/told", str(watch.rank))
+        if agreement._stop_requested():
+            self._store.set("stop/told", str(agreement.rank))
         if self._store.check(["stop/told"]):
             self._is_stopping = True
-            self._store.set(f"stop/passed/{watch.rank}", str(watch._answer()))
+            self._store.set(f"stop/passed/{agreement.rank}", str(agreement._answer()))
             return POLL_SOON_S
-        self._compare(watch)
+        self._compare(agreement)
         return POLL_S
 
-    def _find_target(self, watch: BackgroundAgreement) -> None:
-        if watch.rank == 0:
-            answers = self._of_all("stop/passed", watch)
+    def _find_target(self, agreement: BackgroundAgreement) -> None:
+        if agreement.rank == 0:
+            answers = self._of_all("stop/passed", agreement)
             if answers is not None:
                 self._store.set("stop/at", json.dumps([max(map(int, answers)) + 1, self._different]))
         if self._store.check(["stop/at"]):
             stop_at, different = json.loads(self._store.get("stop/at"))
-            watch._set(stop_at=stop_at, different=different)
+            agreement._set(stop_at=stop_at, different=different)
 
-    def _of_all(self, name: str, watch: BackgroundAgreement) -> list[bytes] | None:
+    def _of_all(self, name: str, agreement: BackgroundAgreement) -> list[bytes] | None:
         """Every rank's value under this name; None where one is missing."""
-        keys = [f"{name}/{rank}" for rank in range(watch.world_size)]
+        keys = [f"{name}/{rank}" for rank in range(agreement.world_size)]
         return [self._store.get(key) for key in keys] if self._store.check(keys) else None
 
-    def _compare(self, watch: BackgroundAgreement) -> None:
+    def _compare(self, agreement: BackgroundAgreement) -> None:
         key = f"trace/{self._round}"
-        if watch.rank == 0 and self._boundary is None and time.monotonic() - self._asked_at >= COMPARE_EVERY_S:
+        if agreement.rank == 0 and self._boundary is None and time.monotonic() - self._asked_at >= COMPARE_EVERY_S:
             self._asked_at = time.monotonic()
-            if watch._passed:
-                self._store.set(f"{key}/at", str(watch._passed))
+            if agreement._passed:
+                self._store.set(f"{key}/at", str(agreement._passed))
         if self._boundary is None and self._store.check([f"{key}/at"]):
             self._boundary = int(self._store.get(f"{key}/at"))
             self._has_announced = False
         if self._boundary is None:
             return
         if not self._has_announced:
-            report = watch._report_at(self._boundary)
-            if report is None and watch._passed < self._boundary:
+            report = agreement._report_at(self._boundary)
+            if report is None and agreement._passed < self._boundary:
                 return
-            self._store.set(f"{key}/{watch.rank}", json.dumps(report))
+            self._store.set(f"{key}/{agreement.rank}", json.dumps(report))
             self._has_announced = True
-        if watch.rank == 0:
-            answers = self._of_all(key, watch)
+        if agreement.rank == 0:
+            answers = self._of_all(key, agreement)
             if answers is None:
                 return
             reports = [json.loads(text) for text in answers]
             self._different = _different(reports, _is_other_trace)
             if self._different:
                 self._store.set("stop/told", "0")
-            self._warn_of_rates(_different(reports, _is_other_rate), watch)
+            self._warn_of_rates(_different(reports, _is_other_rate), agreement)
             self._store.set(f"{key}/done", "1")
         if self._store.check([f"{key}/done"]):
-            self._forget(key, watch)
+            self._forget(key, agreement)
             self._round, self._boundary = self._round + 1, None
 
-    def _warn_of_rates(self, different: list[int], watch: BackgroundAgreement) -> None:
+    def _warn_of_rates(self, different: list[int], agreement: BackgroundAgreement) -> None:
         if different and not self._has_warned:
             self._has_warned = True
-            watch._on_rates(different)
+            agreement._on_rates(different)
 
-    def _forget(self, key: str, watch: BackgroundAgreement) -> None:
+    def _forget(self, key: str, agreement: BackgroundAgreement) -> None:
         """Deletes keys of finished rounds, which would otherwise stay in the store."""
-        self._store.delete_key(f"{key}/{watch.rank}")
-        if watch.rank == 0 and self._round:
+        self._store.delete_key(f"{key}/{agreement.rank}")
+        if agreement.rank == 0 and self._round:
             for name in ("at", "done"):
                 self._store.delete_key(f"trace/{self._round - 1}/{name}")
 

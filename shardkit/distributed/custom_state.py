@@ -54,8 +54,7 @@ def may_resize(model: nn.Module, name: str) -> bool:
     owner = owners.get(name.rpartition(".")[0])
     if owner is None:
         return False
-    hooks = [getattr(hook, "hook", hook) for hook in owner._load_state_dict_pre_hooks.values()]
-    return any(map(_is_own, [owner._load_from_state_dict, *hooks]))
+    return _is_own(owner._load_from_state_dict) or bool(_own_pre_hooks(owner))
 
 
 def is_customized(model: nn.Module) -> bool:
@@ -69,7 +68,7 @@ def has_load_hooks(model: nn.Module) -> bool:
 
 
 def _own_pre_hooks(module: nn.Module) -> list[Any]:
-    return [hook for hook in module._load_state_dict_pre_hooks.values() if _is_own(getattr(hook, "hook", hook))]
+    return [hook for hook in module._load_state_dict_pre_hooks.values() if _is_own(hook)]
 
 
 def renamed(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -101,10 +100,11 @@ def renamed(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
 
 def _calls(module: nn.Module) -> list[Any]:
     hooks = [hook for kind in _HOOKS for hook in getattr(module, kind).values()]
-    return [*(getattr(module, method) for method in _METHODS), *(getattr(hook, "hook", hook) for hook in hooks)]
+    return [*(getattr(module, method) for method in _METHODS), *hooks]
 
 
 def _is_own(call: Callable[..., Any]) -> bool:
+    call = getattr(call, "hook", call)  # of torch's wrapper of a hook
     call = getattr(call, "func", call)  # of a functools.partial
     where = getattr(call, "__module__", None) or type(call).__module__
     return not where.startswith(("torch.", "shardkit."))

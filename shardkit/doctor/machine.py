@@ -1,4 +1,4 @@
-"""What can be tried on one machine without ranks: limits, shared memory, disks, addresses, GPUs. Without torch."""
+"""What can be tried on one machine without ranks: cores, shared memory, disks, addresses, GPUs. Without torch."""
 
 import contextlib
 import importlib.util
@@ -47,7 +47,7 @@ def findings(config: Config, machine: Machine, folder: Path, variables: dict[str
     """All that is tried here, one after another, each as soon as it is known."""
     yield from configuration(config, machine, variables)
     yield versions()
-    yield threads(config, machine)
+    yield cores(config, machine)
     yield shared_memory(config.processes_per_machine)
     yield disk(folder)
     yield from address(config)
@@ -82,7 +82,7 @@ def versions() -> Finding:
         return Finding("versions", f"{text}, torch of an unknown version")
 
 
-def threads(config: Config, machine: Machine) -> Finding:
+def cores(config: Config, machine: Machine) -> Finding:
     """Whether each rank has a core of its own."""
     ranks = config.processes_per_machine
     text = f"{counted(machine.cores, 'core')} for {counted(ranks, 'rank')}"

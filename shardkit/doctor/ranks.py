@@ -55,12 +55,13 @@ def main() -> None:
         own = [*from_json(json.loads((log_dir / ranks_files.OWN).read_text())), *limits(here, number)]
     mine = {"machine": number, "host": socket.gethostname(), "facts": machine.facts(), "findings": as_json(own)}
     everyone = here.control.exchange(mine)
+    machines = [rank["machine"] for rank in everyone]
     found = [finding for rank in everyone for finding in from_json(rank["findings"])]
     found += [Finding("meeting", f"{counted(here.world_size, 'rank')} through {here.backend}"), *versions(everyone)]
     say("compares the clocks and the folder")
-    found += clocks(here.control, [rank["machine"] for rank in everyone])
-    found += shared_folder(here, Path(env.get(ranks_files.FOLDER) or "."), [rank["machine"] for rank in everyone])
-    measured = bandwidths(here, [rank["machine"] for rank in everyone]) if here.world_size > 1 else []
+    found += clocks(here.control, machines)
+    found += shared_folder(here, Path(env.get(ranks_files.FOLDER) or "."), machines)
+    measured = bandwidths(here, machines) if here.world_size > 1 else []
     found += [judged(row, measured) for row in measured]
     if here.local_rank == 0:
         hosts = {rank["machine"]: rank["host"] for rank in everyone}
@@ -112,11 +113,8 @@ def clocks(control: ControlGroup, machines: list[int]) -> list[Finding]:
     found = []
     for number, offset in sorted(offsets.items()):
         if abs(offset) > SKEW_S:
-            text, change = (
-                f"{offset:+.1f} s from machine 0's",
-                "set it by NTP (chrony): logs and files are told by time",
-            )
-            found.append(Finding("clock", text, Level.WARNING, change, number))
+            change = "set it by NTP (chrony): logs and files are told by time"
+            found.append(Finding("clock", f"{offset:+.1f} s from machine 0's", Level.WARNING, change, number))
     return found or [Finding("clocks", f"within {SKEW_S:g} s of one another")] if len(offsets) > 1 else []
 
 

@@ -211,17 +211,17 @@ def run_once(
 
     limits = spec.launch
     has_others, has_device = spec.num_machines > 1, spec.device != "cpu"
-    watch = Monitor(folder, log_dir, limits.hang_timeout_s, limits.stop_timeout_s, say, has_others, has_device)
+    monitor = Monitor(folder, log_dir, limits.hang_timeout_s, limits.stop_timeout_s, say, has_others, has_device)
     try:
-        with signals_to(watch):
+        with signals_to(monitor):
             machines.begin(ranks.name_of(restart))
             started_s = time.monotonic()
-            watch.start()
+            monitor.start()
             try:
-                ended = ranks.run(spec, start, machines, folder, restart, watch)
+                ended = ranks.run(spec, start, machines, folder, restart, monitor)
             finally:
-                watch.close()
-        report = report_of(watch, ended, rank_files.read_errors(folder), started_s, folders.short(log_dir))
+                monitor.close()
+        report = report_of(monitor, ended, rank_files.read_errors(folder), started_s, folders.short(log_dir))
         reports = machines.gather(f"{ranks.name_of(restart)}-end", report)
     except OSError as error:
         raise MachineError(
@@ -230,7 +230,7 @@ def run_once(
         ) from error
     except Lost as lost:
         raise LostMachines(
-            text_of_loss(machines, lost.machines), lost.machines, newest_step(watch), stop_of(watch)
+            text_of_loss(machines, lost.machines), lost.machines, newest_step(monitor), stop_of(monitor)
         ) from None
     return together(reports, machines, started_s)
 
@@ -249,27 +249,27 @@ def text_of_loss(machines: "Meeting", lost: list[int]) -> str:
 
 
 def report_of(
-    watch: Monitor, ended: "EndedRanks", errors: dict[int, rank_files.RankError], started_s: float, logs: str
+    monitor: Monitor, ended: "EndedRanks", errors: dict[int, rank_files.RankError], started_s: float, logs: str
 ) -> dict[str, Any]:
     """This machine's report on its ranks. Times are seconds since the common start."""
     return {
-        "outcomes": [asdict(shifted(outcome, -started_s)) for outcome in outcomes_of(watch, ended, errors)],
-        "committed_step": newest_step(watch),
-        "is_hung": watch.is_hung,
-        "rows": [asdict(shifted_row(row, -started_s)) for row in watch.rows or ()],
-        "stop": stop_of(watch),
+        "outcomes": [asdict(shifted(outcome, -started_s)) for outcome in outcomes_of(monitor, ended, errors)],
+        "committed_step": newest_step(monitor),
+        "is_hung": monitor.is_hung,
+        "rows": [asdict(shifted_row(row, -started_s)) for row in monitor.rows or ()],
+        "stop": stop_of(monitor),
         "logs": logs,
     }
 
 
-def stop_of(watch: Monitor) -> int | None:
+def stop_of(monitor: Monitor) -> int | None:
     """The signal with which somebody ended the ranks here; None where nobody did."""
-    return watch.stop.number if watch.stop is not None and watch.stop.is_asked_here else None
+    return monitor.stop.number if monitor.stop is not None and monitor.stop.is_asked_here else None
 
 
-def newest_step(watch: Monitor) -> int:
+def newest_step(monitor: Monitor) -> int:
     """The newest step of which a rank here saw a complete checkpoint; -1: none."""
-    return max((rank.progress.committed_step for rank in watch.ranks.values()), default=-1)
+    return max((rank.progress.committed_step for rank in monitor.ranks.values()), default=-1)
 
 
 def together(reports: dict[int, dict[str, Any]], machines: "Meeting", started_s: float) -> LaunchAttempt:
@@ -308,35 +308,35 @@ def shifted_row(row: HangRow, seconds: float) -> HangRow:
 
 
 @contextlib.contextmanager
-def signals_to(watch: Monitor) -> Iterator[None]:
+def signals_to(monitor: Monitor) -> Iterator[None]:
     """Passes SIGTERM, SIGUSR1 and Ctrl-C to the ranks; before the ranks have started, these signals end the launch.
 
     SIGHUP (a closed terminal) is passed on as SIGTERM, unless it is ignored (nohup).
     """
 
     def tell(number: int, frame: object) -> None:
-        if not watch.ranks and not rank_files.read_progress(watch.folder):
+        if not monitor.ranks and not rank_files.read_progress(monitor.folder):
             raise (
                 KeyboardInterrupt
                 if number == signal.SIGINT
                 else RankFailure(f"launch: {diagnosis.signal_name(number)} before the ranks had started.", 128 + number)
             )
-        if watch.stop is None or not watch.stop.is_asked_here:
-            limit = f" within {min(CTRL_C_S, watch.stop_timeout_s):g} s" if number == signal.SIGINT else ""
+        if monitor.stop is None or not monitor.stop.is_asked_here:
+            limit = f" within {min(CTRL_C_S, monitor.stop_timeout_s):g} s" if number == signal.SIGINT else ""
             say(f"launch: {diagnosis.signal_name(number)}: telling the ranks to stop{limit}; once more ends them now")
-        watch.tell_to_stop(signal.SIGTERM if number == signal.SIGHUP else number)
+        monitor.tell_to_stop(signal.SIGTERM if number == signal.SIGHUP else number)
 
     with signals.handled(signals.ENDING, tell):
         yield
 
 
 def outcomes_of(
-    watch: Monitor, ended: "EndedRanks", errors: dict[int, rank_files.RankError]
+    monitor: Monitor, ended: "EndedRanks", errors: dict[int, rank_files.RankError]
 ) -> tuple[RankOutcome, ...]:
     """The outcome of each rank of this machine, from its exit code, the monitor and its own error report."""
     outcomes = []
     for rank, code in sorted(ended.codes.items()):
-        known = watch.ranks.get(rank)
+        known = monitor.ranks.get(rank)
         last = known.progress if known else rank_files.RankProgress(rank, local_rank=0, pid=0, phase="")
         was_stopped = rank in ended.stopped and code in (-signal.SIGTERM, -signal.SIGKILL)
         outcomes.append(
@@ -346,7 +346,7 @@ def outcomes_of(
                 exit_code=code,
                 ended_s=known.ended_s if known else None,
                 error=errors.get(rank),
-                was_killed=last.pid in watch.killed or was_stopped,
+                was_killed=last.pid in monitor.killed or was_stopped,
                 phase=last.phase,
                 step=last.step,
             )

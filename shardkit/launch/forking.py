@@ -47,9 +47,8 @@ def why_not(script: str, is_module: bool, device: str) -> str | None:
         return "torch_xla does not work in a forked process"
     if count_threads() > 1:
         return "the launcher's process has other threads (of a debugger or profiler)"
-    names = preloaded.variables_set(script, is_module)
-    if names:
-        return f"{script} or a module next to it sets {', '.join(names)}, which torch reads when it is imported"
+    if found := preloaded.variables_set(script, is_module):
+        return f"{script} or a module next to it sets {', '.join(found)}, which torch reads when it is imported"
     return None
 
 

@@ -88,7 +88,7 @@ class Monitor:
         """The times of the last progress before the standstills that were told."""
         self._warned: set[tuple[int, str]] = set()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shardkit-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="shardkit-monitor", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""

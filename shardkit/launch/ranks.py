@@ -34,7 +34,7 @@ class EndedRanks:
     stopped: frozenset[int]
 
 
-def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart: int, watch: Monitor) -> EndedRanks:
+def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart: int, monitor: Monitor) -> EndedRanks:
     """Starts the ranks, and waits until all have succeeded, or one has failed here or on another machine."""
     own = [variables_of(spec, meeting, folder, restart, local_rank) for local_rank in range(spec.ranks_here)]
     attempt = name_of(restart)
@@ -44,17 +44,17 @@ def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart:
     try:
         while alarm is None and not over(processes):
             time.sleep(POLL_S)
-            if watch.is_hung:
+            if monitor.is_hung:
                 meeting.raise_alarm(attempt, Alarm.HANG)
             wanted = meeting.wants_new_world
-            if wanted and watch.stop is None and watch.has_begun(BEGIN_S) and wanted():
-                watch.tell_to_make_way()
+            if wanted and monitor.stop is None and monitor.has_begun(BEGIN_S) and wanted():
+                monitor.tell_to_make_way()
             alarm = meeting.hears_alarm(attempt)
         codes = [process.poll() for process in processes]
         if any(code not in (0, None, EXIT_PREEMPTED) for code in codes):
             meeting.raise_alarm(attempt, Alarm.FAILURE)
         elif alarm is not None and not any(codes):  # another machine's rank has failed: these will notice
-            watch.hear_of(alarm)
+            monitor.hear_of(alarm)
             wait_for(processes, SURVIVOR_GRACE_S)
         stopped = {spec.first_rank + local for local, process in enumerate(processes) if process.poll() is None}
     finally:

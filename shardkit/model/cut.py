@@ -261,7 +261,7 @@ class _Area:
         self.occurrences = {name: paths for name, paths in found.items() if name not in set(self.replicated)}
 
     def is_ignored(self, fqn: str) -> bool:
-        return any(fqn == root or _lies_in(fqn, root) for root in self.ignored)
+        return any(fqn == root or fqn.startswith(f"{root}.") for root in self.ignored)
 
     def chain(self, path: str, chosen: set[str]) -> list[str]:
         """Units around a module, innermost first, root last; an alias belongs to the units of its first name."""
@@ -302,10 +302,6 @@ def outermost(names: Sequence[str]) -> list[str]:
     """The names that are in none of the others, in the given order."""
     chosen = set(names)
     return [fqn for fqn in names if not any(fqn[:end] in chosen for end, c in enumerate(fqn) if c == ".")]
-
-
-def _lies_in(fqn: str, around: str) -> bool:
-    return fqn.startswith(f"{around}.")
 
 
 def _is_apart(node: ModuleNode, area: _Area) -> bool:

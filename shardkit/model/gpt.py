@@ -6,6 +6,7 @@ and an untied head. `gpt_module.py` builds the same model in torch."""
 from dataclasses import dataclass, fields
 from typing import Any
 
+from shardkit.config.schema import read_bool, read_count
 from shardkit.errors import ModelError
 from shardkit.model.describe import TransformerFacts
 from shardkit.model.tree import ModuleNode, Parameter
@@ -52,7 +53,6 @@ def parse(text: str) -> GptShape:
 
 
 def _number(name: str, text: str) -> int | bool | None:
-    from shardkit.config.schema import read_bool, read_count
 
     value = read_bool(text) if name == "tied" else read_count(text)
     if name == "tied":

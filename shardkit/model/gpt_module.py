@@ -7,11 +7,6 @@ from torch.nn import functional
 from shardkit.model.gpt import GptShape
 
 
-def build(shape: GptShape) -> "GPT":
-    """The model on the current default device."""
-    return GPT(shape)
-
-
 class Attention(nn.Module):
     """Causal self-attention: (batch, seq, hidden) to the same."""
 

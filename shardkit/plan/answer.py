@@ -1,24 +1,18 @@
 """Input and result of `shardkit plan`, as plain values. Report, JSON and chart are made from an Answer; simulated
 memory is stored next to the closed form's (`Row.simulated`)."""
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
 from shardkit.config import xla
-from shardkit.config.meaning import eight_bits
 from shardkit.config.schema import Config, ShardingStrategy
-from shardkit.errors import UsageError
-from shardkit.model.cut import shard_dim
 from shardkit.model.describe import ModelDescription
 from shardkit.plan.activations import Loss
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Estimate, RankMemory, estimate, with_strategy
 from shardkit.plan.devices import Device
-from shardkit.plan.roofline import LINK_EFFICIENCY, StepTime, step_time, unlike_published, why_unknown
-from shardkit.plan.unit_sizes import axes
+from shardkit.plan.roofline import LINK_EFFICIENCY, StepTime, step_time
 
 
 @dataclass(frozen=True)
@@ -74,6 +68,11 @@ class Row:
     simulated: RankMemory | None = None
 
     @property
+    def label(self) -> str:
+        """`1 FULL_SHARD`."""
+        return f"{self.strategy.number} {self.strategy.value}"
+
+    @property
     def memory(self) -> RankMemory:
         return self.simulated or self.estimate.memory
 
@@ -93,7 +92,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Finding:
+class SearchResult:
     """The answer to --find, as text and as a number or name; `value` is None if nothing fits."""
 
     question: str
@@ -111,7 +110,7 @@ class Answer:
     suggested: ShardingStrategy | None
     reason: str
     changes: tuple[Change, ...] = ()
-    finding: Finding | None = None
+    finding: SearchResult | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -154,6 +153,11 @@ def fits(device: Device, memory: RankMemory) -> bool | None:
     return None if found and not memory.activations_known else found
 
 
+def yes_no(fits: bool | None) -> str:
+    """The cell of a table that says whether a rank fits."""
+    return "-" if fits is None else "yes" if fits else "NO"
+
+
 def retries(device: Device, memory: RankMemory) -> bool | None:
     """Whether active memory fits but reserved memory does not: the allocator then frees segments and retries, which is
     slower. None if either is unknown."""
@@ -161,100 +165,6 @@ def retries(device: Device, memory: RankMemory) -> bool | None:
         return None
     alive, reserved = fits(device, memory), device.fits(memory.reserved_bytes)
     return None if alive is None or reserved is None else alive and not reserved
-
-
-def check_seq_len(request: PlanRequest) -> str | None:
-    """A note if sequences exceed the configured maximum; UsageError if the model has no positions for them."""
-    facts, given = request.description.facts, request.seq_len
-    longest = (facts.seq_len if facts else None) or request.description.longest
-    if longest is None or given is None or given <= longest:
-        return None
-    tables = [
-        parameter
-        for node in request.description.tree.walk()
-        if node.parameters and ("pos" in node.fqn.rpartition(".")[2] or node.fqn.endswith("wpe"))
-        for parameter in node.parameters
-        if len(parameter.shape) == 2 and longest <= parameter.shape[0] <= longest + _UNUSED_POSITIONS
-    ]
-    if tables:
-        raise UsageError(
-            f"--seq-len: the model has positions for {longest:,} tokens (got {given:,}); give at most as many."
-        )
-    return f"--seq-len {given:,} exceeds the {longest:,} tokens of the model's configuration."
-
-
-# Rows of a table of positions that no token uses: 2 in BART and OPT, one more than the padding index in RoBERTa.
-_UNUSED_POSITIONS = 8
-
-
-# Parts of a model below this share of its parameters get no note.
-_REMARKABLE = 0.01
-
-
-def undivided(request: PlanRequest) -> str | None:
-    """A note if more than _REMARKABLE of the parameters cannot be sharded evenly."""
-    found = axes(request.config, request.world_size, request.ranks_per_machine)
-    if found.mode != "fsdp":
-        return None
-    shards, tree = found.shards, request.description.tree
-    few = {
-        name: parameter
-        for name, parameter in tree.owned()
-        if parameter.shape and parameter.shape[0] < shards and not shard_dim(parameter.shape, shards)
-    }
-    if sum(parameter.numel for parameter in few.values()) < _REMARKABLE * tree.numel:
-        return None
-    name, parameter = max(few.items(), key=lambda item: item[1].numel)
-    return (
-        f"{name} {parameter.shape} cannot be sharded evenly over {shards:,} ranks on any dim: {parameter.shape[0]:,} "
-        f"ranks hold all of it, and gathered parameters are padded."
-    )
-
-
-def frozen_above(request: PlanRequest) -> str | None:
-    """A note if the closed form counts activations of more than _REMARKABLE of the parameters as if they were trained:
-    of frozen ones that a gradient passes."""
-    if request.description.facts is None or not request.batch_size:
-        return None
-    above = dropwhile(lambda parameter: not parameter.trainable, (p for _, p in request.description.tree.owned()))
-    if sum(p.numel for p in above if not p.trainable) < max(1, _REMARKABLE * request.description.numel):
-        return None
-    return (
-        "Frozen weights that a gradient passes: activations are counted as if these were trained; blocks with LoRA "
-        "save a half to two thirds of that, which --simulate counts."
-    )
-
-
-_EIGHT_BITS = (
-    "Linear layers in 8 bits: memory and traffic are those of bf16 (fp8 gathers less); the fastest time includes the "
-    "published speed-up of large layers."
-)
-_POWER_SGD = "power_sgd: traffic is that of uncompressed gradients, as before power_sgd_start_step."
-
-
-def notes_on(request: PlanRequest) -> Iterator[str]:
-    """Notes on settings that the plan does not count in full, or that the device does not support."""
-    config, device = request.config, request.device
-    kind = eight_bits(config)
-    if kind and device.multiplies_in(kind) is False:
-        yield f"{device.name} does not compute in {kind}, so a run is refused; plan with --set mixed_precision=bf16."
-    elif kind:
-        yield _EIGHT_BITS
-    if config.shardkit.ddp.comm_hook == "power_sgd":
-        yield _POWER_SGD
-
-
-def note_on_time(request: PlanRequest) -> str | None:
-    """Why there is no estimate of the time, or why it may be too short."""
-    description, batch_size = request.description, request.batch_size
-    facts, seq_len = description.facts, request.sequence_tokens
-    if facts is None or not batch_size or not seq_len:
-        return None
-    if reason := why_unknown(description.tree, facts):
-        return f"No time is estimated: the model's code decides {reason}."
-    if not request.device.flops:
-        return None
-    return unlike_published(description.tree, facts, batch_size, seq_len, request.world_size)
 
 
 def possible_strategies(request: PlanRequest) -> list[ShardingStrategy]:

@@ -8,18 +8,14 @@ from shardkit.model.cut import note_on_units
 from shardkit.plan import search
 from shardkit.plan.answer import (
     Answer,
-    Finding,
     PlanRequest,
     Row,
-    check_seq_len,
+    SearchResult,
     configured_strategy,
-    frozen_above,
-    note_on_time,
-    notes_on,
     possible_strategies,
     row,
-    undivided,
 )
+from shardkit.plan.notes import check_seq_len, frozen_above, note_on_time, notes_on, undivided
 from shardkit.plan.simulation import refine, simulated_row
 from shardkit.plan.suggest import changes, suggest_from
 from shardkit.spinner import waiting
@@ -27,13 +23,10 @@ from shardkit.spinner import waiting
 
 @dataclass(frozen=True)
 class SimulationOptions:
-    """What to simulate: every strategy or the configured one, all layers or a few; the batch and the optimizer, as
-    `simulation.simulate` takes them."""
+    """What to simulate: every strategy or the configured one, all layers or a few."""
 
     every_strategy: bool
     is_exact: bool
-    batch: str | None
-    optimizer: str
 
 
 def answer(
@@ -45,9 +38,7 @@ def answer(
     or the simulation does not go with the request.
     """
     if how is not None:
-        _check_simulation(request, question, how)
-        own_optimizer = how.optimizer if ":" in how.optimizer else None
-        request = replace(request, own_optimizer=own_optimizer, own_batch=how.batch)
+        _check_simulation(request, question)
     if question is not None:
         search.check(question, request)
     beyond = check_seq_len(request)
@@ -83,20 +74,21 @@ def answer(
     )
 
 
-def _check_simulation(request: PlanRequest, question: search.Question | None, how: SimulationOptions) -> None:
+def _check_simulation(request: PlanRequest, question: search.Question | None) -> None:
     if request.is_on_tpu and request.config.downcast_bf16:
         raise UsageError("--simulate: downcast_bf16 is not simulated (got true); leave --simulate out.")
-    if how.batch is not None and request.description.facts is None:
+    if request.own_batch is not None and request.description.facts is None:
         sizes = {"--batch-size": request.batch_size, "--seq-len": request.seq_len}
         if given := [flag for flag, size in sizes.items() if size is not None]:
             listed = " and ".join(given)
             raise UsageError(f"{listed}: the function of --batch gives the micro-batch (got both); leave {listed} out.")
-    if question is search.Question.MAX_BATCH and how.batch is not None:
+    if question is search.Question.MAX_BATCH and request.own_batch is not None:
         raise UsageError(
             "--find max-batch: --batch fixes the batch size (got both); leave --batch out, or, for a model whose "
             "inputs only that function knows, plan for one size after the other without --find."
         )
-    if question not in (None, search.Question.MAX_BATCH) and request.batch_size is None and how.batch is None:
+    has_size = request.batch_size is not None or request.own_batch is not None
+    if question not in (None, search.Question.MAX_BATCH) and not has_size:
         raise UsageError(
             f"--find {question.value}: needs the micro-batch size (got no --batch-size); add --batch-size."
         )
@@ -109,18 +101,16 @@ def _refined(request: PlanRequest, rows: list[Row], how: SimulationOptions) -> t
     with waiting(
         "simulating one training step" if len(strategies) == 1 else "simulating one training step per strategy"
     ):
-        refined, notes = refine(
-            request, tuple(rows), strategies, is_exact=how.is_exact, batch=how.batch, optimizer=how.optimizer
-        )
-    if ":" in how.optimizer:
-        notes += (f"The closed form uses AdamW in place of {how.optimizer}.",)
+        refined, notes = refine(request, tuple(rows), strategies, is_exact=how.is_exact)
+    if request.own_optimizer:
+        notes += (f"The closed form uses AdamW in place of {request.own_optimizer}.",)
     return list(refined), notes
 
 
-def _found(question: search.Question, request: PlanRequest, how: SimulationOptions | None) -> Finding:
+def _found(question: search.Question, request: PlanRequest, how: SimulationOptions | None) -> SearchResult:
     """The answer to --find, by simulation if requested."""
     if how is None:
         return search.find(question, request)
-    simulated = partial(simulated_row, is_exact=how.is_exact, batch=how.batch, optimizer=how.optimizer)
+    simulated = partial(simulated_row, is_exact=how.is_exact)
     with waiting("simulating training steps"):
         return search.find(question, request, simulated)

@@ -20,7 +20,9 @@ from shardkit.model.probe import error_text, imported, where
 from shardkit.plan.optimizers import QUANTIZED, Quantized, is_quantized
 from shardkit.signatures import signature
 
-Loss = Callable[[nn.Module], tuple[Any, torch.Tensor]]
+LossFunction = Callable[[nn.Module], tuple[Any, torch.Tensor]]
+"""Runs forward; returns what the script holds until the end of the step, and the loss."""
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def named(flag: str, spec: str) -> Any:
@@ -59,7 +61,7 @@ def _made(spec: str) -> Any:
     return batch
 
 
-def next_token_loss(tokens: torch.Tensor, vocabulary: int) -> Loss:
+def next_token_loss(tokens: torch.Tensor, vocabulary: int) -> LossFunction:
     """For a model from token numbers to logits (batch, seq, vocab): cross-entropy with the same tokens."""
 
     def loss(model: nn.Module) -> tuple[Any, torch.Tensor]:
@@ -69,7 +71,7 @@ def next_token_loss(tokens: torch.Tensor, vocabulary: int) -> Loss:
     return loss
 
 
-def without_output(loss: Loss) -> Loss:
+def without_output(loss: LossFunction) -> LossFunction:
     """The loss of a script that drops the model's output before backward."""
     return lambda model: (None, loss(model)[1])
 
@@ -97,7 +99,7 @@ def fuse_loss(model: nn.Module) -> bool:
     return True
 
 
-def given_loss(batch: Any) -> Loss:
+def given_loss(batch: Any) -> LossFunction:
     """The loss for the result of --batch: keywords, positional arguments, or a single argument."""
     keywords, arguments = (batch, ()) if isinstance(batch, Mapping) else ({}, batch)
     if not isinstance(arguments, (tuple, list)):
@@ -206,7 +208,7 @@ def _longest(config: Any) -> int:
     return next((n for n in (getattr(config, k, None) for k in ("max_position_embeddings", "n_positions")) if n), 512)
 
 
-def optimizer_factory(name: str) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+def optimizer_factory(name: str) -> OptimizerFactory:
     """The optimizer of that name, or of `module:function`."""
     if ":" in name:
         return _given_optimizer(name)
@@ -226,7 +228,7 @@ def optimizer_factory(name: str) -> Callable[[list[nn.Parameter]], torch.optim.O
     return lambda parameters: kind(parameters, **arguments)
 
 
-def _given_optimizer(spec: str) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+def _given_optimizer(spec: str) -> OptimizerFactory:
     make = named("--optimizer", spec)
     advice = "it is called with the list of trained parameters, and returns their torch.optim.Optimizer."
 

@@ -50,7 +50,10 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(getattr(self, name) for name in CATEGORIES)
+
+
+CATEGORIES = tuple(field.name for field in fields(Memory))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardkit.plan.allocator import Event
-from shardkit.plan.closed_form import Memory, Moment
+from shardkit.plan.closed_form import CATEGORIES, Memory, Moment
 
-CATEGORIES = tuple(field.name for field in fields(Memory))
 _GATHERED = ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "c10d::_allgather_base_")
 # A random number that decides what runs is 0.5, by which random layer dropping (LayerDrop, stochastic depth) drops
 # nothing, however it is written: the maximum of memory.

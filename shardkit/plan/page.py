@@ -3,8 +3,9 @@
 from dataclasses import replace
 from html import escape
 
-from shardkit.plan.answer import Answer, Row
-from shardkit.plan.plot import CATEGORIES, NAMES, svg
+from shardkit.plan.answer import Answer, Row, yes_no
+from shardkit.plan.closed_form import CATEGORIES
+from shardkit.plan.plot import NAMES, svg
 from shardkit.plan.report import render
 from shardkit.sizes import in_words
 
@@ -49,7 +50,7 @@ def _tabs(answer: Answer) -> list[str]:
         number = row.strategy.number
         checked = " checked" if row.strategy is answer.chosen else ""
         parts.append(f"<input class='tab' type='radio' name='tab' id='tab{number}'{checked}>")
-        parts.append(f"<label class='tab' for='tab{number}'>{number} {row.strategy.value}</label>")
+        parts.append(f"<label class='tab' for='tab{number}'>{row.label}</label>")
     for row in answer.rows:
         picture = _with_own_patterns(svg(replace(answer, chosen=row.strategy)), row.strategy.number)
         parts.append(f"<div class='picture' id='picture{row.strategy.number}'>{picture}</div>")
@@ -74,8 +75,8 @@ def _table(answer: Answer) -> list[str]:
 
 def _line(answer: Answer, row: Row) -> str:
     peak = row.memory.peak
-    cells = [f"{row.strategy.number} {row.strategy.value}", *(in_words(getattr(peak, name)) for name in CATEGORIES)]
-    cells += [in_words(peak.total), {None: "-", True: "yes", False: "NO"}[row.fits]]
+    cells = [row.label, *(in_words(getattr(peak, name)) for name in CATEGORIES)]
+    cells += [in_words(peak.total), yes_no(row.fits)]
     cells.append(in_words(row.estimate.traffic.sent_bytes))
     mark = " class='chosen'" if row.strategy is answer.chosen else ""
     return f"<tr{mark}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"

@@ -5,14 +5,13 @@ pattern of its own, and its name, so that the picture reads without colour.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from html import escape
 
 from shardkit.plan.answer import Answer, Row
-from shardkit.plan.closed_form import Memory
+from shardkit.plan.closed_form import CATEGORIES
 from shardkit.sizes import UNITS, in_words
 
-CATEGORIES = [field.name for field in fields(Memory)]
 NAMES = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -280,10 +279,9 @@ def _bar_labels(answer: Answer, row: Row, horizontal: Axis, y: float) -> list[st
     peak = row.memory.peak.total
     weight = "bold" if row.strategy is answer.chosen else "normal"
     middle = y + _BAR_HEIGHT / 2 + 5
-    name = f"{row.strategy.number} {row.strategy.value}"
     end = horizontal.at(min(peak, horizontal.maximum))
     return [
-        _text(_LEFT - 8, middle, name, size=11, anchor="end", weight=weight),
+        _text(_LEFT - 8, middle, row.label, size=11, anchor="end", weight=weight),
         _over(_text(end + 8, middle, f"{in_words(peak)}{fits_mark(row)}", weight=weight)),
     ]
 

@@ -5,8 +5,8 @@ from textwrap import wrap
 from typing import Any
 
 from shardkit.plan.answer import Answer
+from shardkit.plan.closed_form import CATEGORIES
 from shardkit.plan.plot import (
-    CATEGORIES,
     COLOURS,
     NAMES,
     bars_maximum,
@@ -63,7 +63,7 @@ def _draw_timeline(answer: Answer, axes: Any) -> None:
 
 
 def _draw_bars(answer: Answer, axes: Any) -> None:
-    names = [f"{row.strategy.number} {row.strategy.value}" for row in answer.rows]
+    names = [row.label for row in answer.rows]
     _, unit, scale = ticks(bars_maximum(answer))
     most = bars_maximum(answer) / scale
     left = [0.0] * len(names)

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from shardkit.digits import number_in
 from shardkit.model.tree import ModuleNode
-from shardkit.plan.closed_form import Memory, Moment
+from shardkit.plan.closed_form import CATEGORIES, Memory, Moment
 
 KEPT, MORE = 4, 5  # the two blocks at each end differ from those between
 _MOST_RUNS = 4
@@ -149,7 +149,7 @@ def _add(memory: Memory, more: Memory, less: Memory, times: int) -> Memory:
     def one(name: str) -> int:
         return max(0, getattr(memory, name) + (getattr(more, name) - getattr(less, name)) * times)
 
-    return Memory(**{field.name: one(field.name) for field in fields(Memory)})
+    return Memory(**{name: one(name) for name in CATEGORIES})
 
 
 def _filled(steps: Sequence[_Step], runs: Sequence[RepeatedBlocks]) -> Iterator[Moment]:
@@ -206,4 +206,4 @@ def _mean(start: Memory, stop: Memory, number: int, last: int) -> Memory:
         a, b = getattr(start, name), getattr(stop, name)
         return a + (b - a) * number // last
 
-    return Memory(**{field.name: one(field.name) for field in fields(Memory)})
+    return Memory(**{name: one(name) for name in CATEGORIES})

@@ -1,15 +1,14 @@
 """An Answer as text for a terminal, 80 columns wide, without colour."""
 
 from collections.abc import Sequence
-from dataclasses import fields
 from textwrap import fill, wrap
 
 from shardkit.config.meaning import dtypes
 from shardkit.config.schema import Config
 from shardkit.plan.activations import LOSS_TEXTS
-from shardkit.plan.answer import Answer, PlanRequest, Row, retries
+from shardkit.plan.answer import Answer, PlanRequest, Row, retries, yes_no
 from shardkit.plan.averages import Ema
-from shardkit.plan.closed_form import Memory, keeps_on_host
+from shardkit.plan.closed_form import CATEGORIES, keeps_on_host
 from shardkit.plan.roofline import COMPILE_SPEEDUP, LINK_EFFICIENCY
 from shardkit.sizes import GIB, MIB
 
@@ -92,13 +91,13 @@ def _memory_table(answer: Answer) -> str:
     scale, unit = _unit(max(row.memory.peak.total for row in answer.rows))
     limit = answer.request.device.memory_bytes
     of_device = f"; the device has {limit / GIB:,.1f} GiB" if limit else ""
-    columns = [field.name for field in fields(Memory) if counted or field.name != "activations"]
+    columns = [name for name in CATEGORIES if counted or name != "activations"]
     table = [[_number(getattr(row.memory.peak, name) / scale) for name in [*columns, "total"]] for row in answer.rows]
     head, *aligned = _aligned([_HEADS[name] for name in columns] + ["peak"], table, [7] * len(columns) + [8])
     lines = [f"Memory of one rank at its peak, {unit} ({_method(answer)}{of_device})"]
     lines.append(f"  {'strategy':<20}{head}  fits")
     for row, cells in zip(answer.rows, aligned, strict=True):
-        lines.append(f"{_mark(answer, row)}{_strategy(row):<20}{cells}  {_yes_no(row.fits)}")
+        lines.append(f"{_mark(answer, row)}{row.label:<20}{cells}  {yes_no(row.fits)}")
         if row.memory.host.total:
             lines.append(f"  {'':<20}  and {_number(row.memory.host.total / scale)} in the host's memory")
     lines.append(f"  * configured; its peak is in {answer.chosen_row.memory.moment}")
@@ -171,16 +170,8 @@ def _unit(largest: int) -> tuple[int, str]:
     return (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
 
 
-def _strategy(row: Row) -> str:
-    return f"{row.strategy.number} {row.strategy.value}"
-
-
 def _mark(answer: Answer, row: Row) -> str:
     return "* " if row.strategy is answer.chosen else "  "
-
-
-def _yes_no(fits: bool | None) -> str:
-    return "-" if fits is None else "yes" if fits else "NO"
 
 
 def _step_table(answer: Answer) -> str:
@@ -207,7 +198,7 @@ def _step_table(answer: Answer) -> str:
     title = "; ".join(titles)
     lines = [title[0].upper() + title[1:], f"  {'strategy':<20}{head}"]
     for row, cells in zip(answer.rows, aligned, strict=True):
-        lines.append(f"{_mark(answer, row)}{_strategy(row):<20}{cells}".rstrip())
+        lines.append(f"{_mark(answer, row)}{row.label:<20}{cells}".rstrip())
     return "\n".join(lines)
 
 
@@ -243,12 +234,12 @@ def _changes(answer: Answer) -> str:
     peak = chosen.memory.peak.total
     by_formula = ", by the closed form" if chosen.simulated else ""
     scale, unit = _unit(peak)
-    lines = [f"{_strategy(chosen)} needs {peak / scale:,.1f} {unit}. Changes that lower it{by_formula}:"]
+    lines = [f"{chosen.label} needs {peak / scale:,.1f} {unit}. Changes that lower it{by_formula}:"]
     for change in answer.changes:
         saved = change.saved_bytes / scale
         effect = f"-{saved:,.1f} {unit}" if saved >= 0.05 else f"<0.1 {unit}"
         parts = change.text.split(" and ")
-        lines.append(f"    {effect:>14}  {_yes_no(change.fits):<4}{parts[0]}")
+        lines.append(f"    {effect:>14}  {yes_no(change.fits):<4}{parts[0]}")
         lines += [f"{'':>24}and {part}" for part in parts[1:]]
     return "\n".join(lines)
 

@@ -16,6 +16,7 @@ from shardkit.plan import devices, optimizers, tpu
 from shardkit.plan.activations import Loss
 from shardkit.plan.answer import PlanRequest
 from shardkit.plan.averages import Ema
+from shardkit.plan.closed_form import with_fsdp
 from shardkit.plan.devices import Device
 from shardkit.problems import Problems
 from shardkit.spinner import waiting
@@ -147,11 +148,14 @@ def build(
     ema: Ema = Ema.NO,
     network: float | None = None,
     file: Path | None = None,
+    own_optimizer: str | None = None,
+    own_batch: str | None = None,
 ) -> PlanRequest:
     """The request for the configuration's ranks. Reads the model, which may take seconds.
 
     `per_machine`: by default `_ranks_per_machine`. `optimizer`: a name of `optimizer_name`. `network`: Gb/s of one
     machine's adapters together, by default the device's. `file`: the configuration file, where it names the model.
+    `own_optimizer`, `own_batch`: as in PlanRequest.
 
     Raises the errors of `describe`.
     """
@@ -171,6 +175,8 @@ def build(
         seq_len=seq_len,
         loss=loss,
         ema=ema,
+        own_optimizer=own_optimizer,
+        own_batch=own_batch,
         folder=folder,
     )
     request = tpu.as_planned(request if network is None else _with_network(request, network))
@@ -193,8 +199,7 @@ def _in_supported_dtypes(request: PlanRequest) -> PlanRequest:
 
 def _without_class_names(config: Config) -> Config:
     """Without the file's class names: weights have none, so units are the repeated blocks."""
-    fsdp = config.fsdp.model_copy(update={"transformer_layer_cls_to_wrap": []})
-    return config.model_copy(update={"fsdp": fsdp})
+    return with_fsdp(config, transformer_layer_cls_to_wrap=[])
 
 
 def device_of(config: Config, name: str | None, memory: str | None) -> Device:

@@ -4,12 +4,12 @@ times."""
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
 
 from shardkit.errors import ShardkitError, UsageError
-from shardkit.plan.answer import Finding, PlanRequest, Row, configured_strategy, possible_strategies, row
+from shardkit.plan.answer import PlanRequest, Row, SearchResult, configured_strategy, possible_strategies, row
 from shardkit.plan.closed_form import Memory, with_strategy
 from shardkit.plan.suggest import suggest_from
+from shardkit.sizes import GIB
 from shardkit.wording import counted
 
 LARGEST_BATCH = 2**16
@@ -32,7 +32,7 @@ def check(question: Question, request: PlanRequest) -> None:
         raise UsageError(f"--find {question.value}: the device's memory is unknown; add --memory, for example 64GiB.")
 
 
-def find(question: Question, request: PlanRequest, evaluate: Evaluate = row) -> Finding:
+def find(question: Question, request: PlanRequest, evaluate: Evaluate = row) -> SearchResult:
     """The answer. `evaluate` gives the row of a request's own configuration.
 
     Raises UsageError if the device's memory or the activations are unknown.
@@ -47,7 +47,7 @@ def find(question: Question, request: PlanRequest, evaluate: Evaluate = row) -> 
             return strategy(request, evaluate)
 
 
-def max_batch(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
+def max_batch(request: PlanRequest, evaluate: Evaluate = row) -> SearchResult:
     """The largest micro-batch per rank that fits, for the configured strategy."""
     first = evaluate(replace(request, batch_size=1))
     _check_known("max-batch", first)
@@ -60,10 +60,10 @@ def max_batch(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
     )
     where = f"{configured_strategy(request.config).value} on {request.world_size:,} x {request.device.name}"
     if largest == 0:
-        return Finding("max-batch", None, f"Not even one sequence per rank fits: {where}.")
+        return SearchResult("max-batch", None, f"Not even one sequence per rank fits: {where}.")
     beyond = ", the most that is tried" if largest == LARGEST_BATCH else ""
     text = f"Largest micro-batch: {largest:,} sequence{'' if largest == 1 else 's'} per rank{beyond} ({where})."
-    return Finding("max-batch", largest, text)
+    return SearchResult("max-batch", largest, text)
 
 
 def _check_known(question: str, found: Row) -> None:
@@ -95,8 +95,8 @@ def _largest(peak: Callable[[int], int], first: int, room: int, limit: int) -> i
 def _what_stops(peak: Memory) -> str:
     """A peak as text, with its two largest parts."""
     parts = sorted(((getattr(peak, name), words) for name, words in _PARTS.items()), reverse=True)[:2]
-    listed = " and ".join(f"{size / 2**30:,.1f} are {words}" for size, words in parts if size)
-    return f"{peak.total / 2**30:,.1f} GiB per rank, of which {listed}"
+    listed = " and ".join(f"{size / GIB:,.1f} are {words}" for size, words in parts if size)
+    return f"{peak.total / GIB:,.1f} GiB per rank, of which {listed}"
 
 
 _PARTS = {
@@ -134,7 +134,7 @@ class _Worlds:
         return bool(found.fits)
 
 
-def min_gpus(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
+def min_gpus(request: PlanRequest, evaluate: Evaluate = row) -> SearchResult:
     """The fewest ranks on which the configured strategy fits; beyond one machine, whole machines only."""
     _check_known("min-gpus", evaluate(request))
     name = configured_strategy(request.config).value
@@ -144,10 +144,10 @@ def min_gpus(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
         text = f"{name} does not fit on any number up to {LARGEST_WORLD:,}"
         if worlds.least is not None:
             text += f"; the smallest peak is on {worlds.least.world_size:,}: {_what_stops(worlds.least.peak)}"
-        return Finding("min-gpus", None, f"{text}. Use smaller units, activation checkpointing or larger devices.")
+        return SearchResult("min-gpus", None, f"{text}. Use smaller units, activation checkpointing or larger devices.")
     machines = -(-found // request.ranks_per_machine)
     where = f"{request.device.name} ({counted(machines, 'machine')})"
-    return Finding("min-gpus", found, f"Fewest: {found:,} x {where}, {name}.")
+    return SearchResult("min-gpus", found, f"Fewest: {found:,} x {where}, {name}.")
 
 
 def _fewest(fits: Callable[[int], bool], ranks_per_machine: int) -> int | None:
@@ -167,16 +167,16 @@ def _fewest(fits: Callable[[int], bool], ranks_per_machine: int) -> int | None:
     return machines * ranks_per_machine
 
 
-def strategy(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
+def strategy(request: PlanRequest, evaluate: Evaluate = row) -> SearchResult:
     """The suggested strategy; the value is None if it does not fit."""
-    under = partial(with_strategy, request.config)
-    rows = [evaluate(request.with_config(under(each))) for each in possible_strategies(request)]
+    configs = [with_strategy(request.config, each) for each in possible_strategies(request)]
+    rows = [evaluate(request.with_config(config)) for config in configs]
     found, reason = suggest_from(rows, request.device)
     if found is None:
         raise UsageError(
             f"--find strategy: no strategy can be suggested ({reason}); add --simulate, which counts everything."
         )
     fits = next(each.fits for each in rows if each.strategy is found)
-    return Finding(
+    return SearchResult(
         "strategy", None if fits is False else found.value, f"Strategy: {found.number} {found.value} ({reason})."
     )

@@ -23,6 +23,7 @@ from shardkit.plan.unit_sizes import layout
 # Up to this many blocks, simulating all of them takes about as long as starting the child process. All are run then,
 # and the allocator is replayed. The shortened step is for larger models and for searches.
 WHOLE_BLOCKS = 40
+TIMEOUT_S = 1800.0
 CLOSED_FORM_HINT = "or leave --simulate out: the closed form runs no model code"
 
 
@@ -41,14 +42,12 @@ def refine(
     strategies: list[ShardingStrategy],
     *,
     is_exact: bool = False,
-    batch: str | None = None,
-    optimizer: str | None = None,
 ) -> tuple[tuple[Row, ...], tuple[str, ...]]:
     """The rows, with simulated memory for the given strategies, and notes about the simulation."""
     wanted = [each for each in rows if each.strategy in strategies]
     configs = [each.estimate.config for each in wanted]
     is_exact = is_exact or (request.device.has_caching_allocator and len(wanted) == 1 and _has_few_blocks(request))
-    found = simulate(request, configs, is_exact=is_exact, batch=batch, optimizer=optimizer)
+    found = simulate(request, configs, is_exact=is_exact)
     by_strategy = dict(zip([each.strategy for each in wanted], found, strict=True))
 
     def refined(each: Row) -> Row:
@@ -67,38 +66,28 @@ def _has_few_blocks(request: PlanRequest) -> bool:
     return sum(run.length for run in repeats.runs_of(request.description.tree)) <= WHOLE_BLOCKS
 
 
-def simulated_row(request: PlanRequest, *, is_exact: bool = False, batch: str | None, optimizer: str | None) -> Row:
+def simulated_row(request: PlanRequest, *, is_exact: bool = False) -> Row:
     """The row of the configured strategy, with simulated memory."""
     own = row(request)
-    (found,) = simulate(request, [own.estimate.config], is_exact=is_exact, batch=batch, optimizer=optimizer)
+    (found,) = simulate(request, [own.estimate.config], is_exact=is_exact)
     return _with_memory(own, request, found)
 
 
-def simulate(
-    request: PlanRequest,
-    configs: list[Config] | None = None,
-    *,
-    is_exact: bool = False,
-    batch: str | None = None,
-    optimizer: str | None = None,
-    timeout_s: float = 1800.0,
-    folder: Path | None = None,
-) -> list[Simulation]:
+def simulate(request: PlanRequest, configs: list[Config] | None = None, *, is_exact: bool = False) -> list[Simulation]:
     """One simulated step for each configuration (default: the request's), in one child process.
 
-    `batch`: a module:function that returns a micro-batch; `optimizer`: one that builds an optimizer from a list of
-    parameters. Raises ModelError, with the line, if the model cannot run on fake tensors.
+    Raises ModelError, with the line, if the model cannot run on fake tensors.
     """
     configs = [request.config] if configs is None else configs
-    folder = folder or request.folder or Path.cwd()
+    folder = request.folder or Path.cwd()
     job = {
         "kind": _kind(request, folder),
         "spec": request.description.spec,
         "configs": [config.model_dump(mode="json") for config in configs],
         "world_size": request.world_size,
         "ranks_per_machine": min(request.ranks_per_machine, request.world_size),
-        "optimizer": optimizer or request.optimizer,
-        "batch": batch,
+        "optimizer": request.own_optimizer or request.optimizer,
+        "batch": request.own_batch,
         "batch_size": request.batch_size or 1,
         "seq_len": request.sequence_tokens,
         "is_exact": is_exact,
@@ -106,8 +95,8 @@ def simulate(
         "ema": request.ema.value,
         "here": str(Path.cwd()),
     }
-    steps = _in_child(job, timeout_s, folder)
-    return [_simulation(request, config, step, batch) for config, step in zip(configs, steps, strict=True)]
+    steps = _in_child(job, folder)
+    return [_simulation(request, config, step) for config, step in zip(configs, steps, strict=True)]
 
 
 def _kind(request: PlanRequest, folder: Path) -> str:
@@ -121,15 +110,15 @@ def _kind(request: PlanRequest, folder: Path) -> str:
     return kind or "factory"
 
 
-def _in_child(job: dict[str, Any], timeout_s: float, folder: Path) -> list[dict[str, Any]]:
+def _in_child(job: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="shardkit-simulation-") as scratch:
         order, result = Path(scratch) / "job.json", Path(scratch) / "result.json"
         order.write_text(json.dumps(job))
         # Without a visible GPU the simulation runs on the CPU on every machine.
         no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
-        ended = child.run("shardkit.plan.worker", [str(order), str(result)], folder, timeout_s, no_gpu)
+        ended = child.run("shardkit.plan.worker", [str(order), str(result)], folder, TIMEOUT_S, no_gpu)
         if ended is None:
-            raise ModelError(f"--simulate {job['spec']}: did not finish within {timeout_s:g} s; {CLOSED_FORM_HINT}.")
+            raise ModelError(f"--simulate {job['spec']}: did not finish within {TIMEOUT_S:g} s; {CLOSED_FORM_HINT}.")
         if not result.is_file():
             raise ModelError(f"--simulate {job['spec']}: the simulation {ended.how}; report it, {CLOSED_FORM_HINT}.")
         answer = json.loads(result.read_text())
@@ -149,7 +138,7 @@ def _not_trained(spec: str, answer: dict[str, Any], folder: Path) -> str:
     return f"{place or f'--simulate {spec}'}: the model {spec} {what}; {advice}, {CLOSED_FORM_HINT}."
 
 
-def _simulation(request: PlanRequest, config: Config, step: dict[str, Any], batch: str | None) -> Simulation:
+def _simulation(request: PlanRequest, config: Config, step: dict[str, Any]) -> Simulation:
     timeline = tuple(Moment(phase, unit, Memory(*numbers)) for phase, unit, numbers in step["moments"])
     host = Memory()
     if config.fsdp.offload_params and config.mode == "fsdp" and not config.use_cpu:
@@ -169,12 +158,12 @@ def _simulation(request: PlanRequest, config: Config, step: dict[str, Any], batc
         reserved_bytes=reserved.get("segments"),
         expandable_bytes=reserved.get("expandable"),
     )
-    return Simulation(memory, step["payload_bytes"], tuple(_notes(request, config, step["remarks"], batch)))
+    return Simulation(memory, step["payload_bytes"], tuple(_notes(request, config, step["remarks"])))
 
 
-def _notes(request: PlanRequest, config: Config, remarks: list[str], batch: str | None) -> list[str]:
+def _notes(request: PlanRequest, config: Config, remarks: list[str]) -> list[str]:
     notes = ["Simulated: one steady training step on fake tensors, with torch's operators for the CPU.", *remarks]
-    if request.batch_size is None and batch is None:
+    if request.batch_size is None and request.own_batch is None:
         notes.append("The simulated micro-batch is one sample; --batch-size changes it.")
     if config.shardkit.compile:
         notes.append("compile: not simulated; compiled units save fewer activations.")

@@ -20,15 +20,13 @@ from shardkit.errors import ModelError
 from shardkit.optim import local_step
 from shardkit.optim.local_step import Stepper
 from shardkit.plan.averages import Ema
+from shardkit.plan.batches import LossFunction, OptimizerFactory
 from shardkit.plan.memory_tracker import MemoryTracker
 from shardkit.sharding import precision
 from shardkit.sharding.gradient_sync import deferred
 from shardkit.sharding.hooks import is_in_backward, mark_own
 from shardkit.sharding.parallelize import parallelize
 from shardkit.sharding.units import blocks_of
-
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-Loss = Callable[[nn.Module], tuple[Any, torch.Tensor]]
 
 
 def tracked_step(
@@ -37,7 +35,7 @@ def tracked_step(
     mesh: DeviceMesh | None,
     process: Process,
     make_optimizer: OptimizerFactory,
-    loss: Loss,
+    loss: LossFunction,
     has_buckets: bool,
     stateless: Collection[str] = (),
     ema: Ema = Ema.NO,
@@ -45,8 +43,6 @@ def tracked_step(
     """(tracker, unused) after one steady-state step with optimizer state; `moments` are those of the last micro-batch.
     `unused`: names of trained parameters without a gradient. Optimizers create no state for these, so the caller tracks
     the step again with them in `stateless`.
-
-    `loss(model)` runs forward and returns what the script holds until the end of the step, and the loss.
     """
     precision.autocast_forward(model, config, process.device)
     parallel = parallelize(model, config, mesh, process)
@@ -70,7 +66,7 @@ def tracked_step(
     return tracker, unused
 
 
-def tracked_forward(model: nn.Module, blocks: dict[str, nn.Module], loss: Loss) -> MemoryTracker:
+def tracked_forward(model: nn.Module, blocks: dict[str, nn.Module], loss: LossFunction) -> MemoryTracker:
     """The tracker after forward and loss of a model as it is; `moments` are those of the given blocks, by name."""
     tracker = MemoryTracker()
     _mark_forward(blocks, tracker, set())
@@ -116,7 +112,7 @@ def _run(
     optimizer: torch.optim.Optimizer,
     stepper: Stepper,
     config: Config,
-    loss: Loss,
+    loss: LossFunction,
     tracker: MemoryTracker,
 ) -> tuple[str, ...]:
     """Runs the step and returns the names of trained parameters without a gradient. Two micro-batches are enough for

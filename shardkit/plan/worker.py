@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 from shardkit.config.meaning import dtypes, eight_bits
 from shardkit.config.schema import Config
 from shardkit.errors import ShardkitError, UsageError
-from shardkit.model import gpt
+from shardkit.model import gpt, gpt_module
 from shardkit.model.builtin import BUILTIN
 from shardkit.model.cut import as_trained, cut
 from shardkit.model.live import tree_of
@@ -207,10 +207,8 @@ def _built(job: Job) -> nn.Module:
 def _shortened(job: Job, runs: list[repeats.RepeatedBlocks], kept: list[int]) -> nn.Module:
     """The model with `kept` blocks of each run; all of them if `runs` is empty."""
     if job.kind == "gpt":
-        from shardkit.model import gpt_module
-
         shape = _shape(job)
-        return gpt_module.build(replace(shape, layers=kept[0]) if runs else shape)
+        return gpt_module.GPT(replace(shape, layers=kept[0]) if runs else shape)
     model = _built(job)
     repeats.shorten(model, runs, kept)
     return model
@@ -257,7 +255,7 @@ def _reserved(tracker: MemoryTracker) -> dict[str, int]:
     }
 
 
-def _loss(job: Job, model: nn.Module) -> batches.Loss:
+def _loss(job: Job, model: nn.Module) -> batches.LossFunction:
     is_fused = job.loss == "fused"
     if is_fused and (job.batch is not None or not batches.fuse_loss(model)):
         what = "with --batch the model computes its own loss" if job.batch else "the model's head is unknown"

@@ -12,7 +12,7 @@ from shardkit import env
 from shardkit.tracking.tracker import Tracker, config_as_json, plain
 
 
-class _Begun(Tracker):
+class _LazyTracker(Tracker):
     """A tracker whose native object is created on first use."""
 
     def __init__(self, project: str, folder: Path | None, is_resumed: Callable[[], bool], **arguments: Any) -> None:
@@ -49,24 +49,24 @@ class _Begun(Tracker):
     def _end(self) -> None:
         raise NotImplementedError
 
-    def _former(self) -> str | None:
-        """The id that `_note` stored for the run that this one continues; None for a new run."""
-        path = self._notes()
+    def _former_id(self) -> str | None:
+        """The id that `_store_id` stored for the run that this one continues; None for a new run."""
+        path = self._id_file()
         if path is None or not path.exists() or not self._is_resumed():
             return None
         return json.loads(path.read_text())["id"]
 
-    def _note(self, run_id: str) -> None:
-        path = self._notes()
+    def _store_id(self, run_id: str) -> None:
+        path = self._id_file()
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"id": run_id}) + "\n")
 
-    def _notes(self) -> Path | None:
+    def _id_file(self) -> Path | None:
         return None if self._folder is None else self._folder / f"{self.name}.json"
 
 
-class TensorBoard(_Begun):
+class TensorBoard(_LazyTracker):
     """Event files in the run's folder; after a checkpoint is loaded, steps that are repeated are purged."""
 
     name = "tensorboard"
@@ -128,7 +128,7 @@ class TensorBoard(_Begun):
         self._own.close()
 
 
-class _Run(_Begun):
+class _RunTracker(_LazyTracker):
     """A tracker whose native object is a run that takes all values of a step at once, images and tables among them."""
 
     takes_objects = True
@@ -142,7 +142,7 @@ class _Run(_Begun):
         self.tracker.log({name: _or_itself(value) for name, value in values.items()}, step=step, **arguments)
 
 
-class WeightsAndBiases(_Run):
+class WeightsAndBiases(_RunTracker):
     """A Weights & Biases run; a resumed run continues it."""
 
     name = "wandb"
@@ -172,13 +172,13 @@ class WeightsAndBiases(_Run):
     def _begin(self) -> Any:
         import wandb
 
-        former = self._former()
+        former = self._former_id()
         found = {} if former is None else {"id": former, "resume": "allow"}
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             found["dir"] = str(self._folder)
         run = wandb.init(project=self._project, **{**found, **self._arguments})
-        self._note(run.id)
+        self._store_id(run.id)
         return run
 
     def _store(self, values: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ class WeightsAndBiases(_Run):
         self._own.finish()
 
 
-class Trackio(_Run):
+class Trackio(_RunTracker):
     """A Trackio run; a resumed run continues it."""
 
     name = "trackio"
@@ -196,11 +196,11 @@ class Trackio(_Run):
     def _begin(self) -> Any:
         import trackio
 
-        former = self._former()
+        former = self._former_id()
         found: dict[str, Any] = {"config": self._config or {}}
         found |= {} if former is None else {"name": former, "resume": "must"}
         run = trackio.init(project=self._project, **{**found, **self._arguments})
-        self._note(run.name)
+        self._store_id(run.name)
         return run
 
     def _store(self, values: dict[str, Any]) -> None: ...  # passed to init
@@ -211,7 +211,7 @@ class Trackio(_Run):
         trackio.finish()
 
 
-class Mlflow(_Begun):
+class Mlflow(_LazyTracker):
     """An MLflow run in the experiment named by the project, or by MLFLOW_EXPERIMENT_NAME; a resumed run continues it.
     Its arguments are those of mlflow.start_run, with Accelerate's: experiment_name, logging_dir, nested_run."""
 
@@ -266,9 +266,9 @@ class Mlflow(_Begun):
         mlflow.set_experiment(experiment)
         if "nested_run" in arguments:
             arguments["nested"] = arguments.pop("nested_run")
-        former = self._former()
+        former = self._former_id()
         run = mlflow.start_run(**{**({} if former is None else {"run_id": former}), **arguments})
-        self._note(run.info.run_id)
+        self._store_id(run.info.run_id)
         return run
 
     def _store(self, values: dict[str, Any]) -> None:
@@ -277,7 +277,7 @@ class Mlflow(_Begun):
         # MLflow accepts 100 parameters per call, of 6,000 characters each (mlflow.utils.validation).
         texts = {name: str(value)[:6000] for name, value in values.items()}
         items = list(texts.items())
-        if self._former() is None or not self._own.data.params:
+        if self._former_id() is None or not self._own.data.params:
             for start in range(0, len(items), 100):
                 mlflow.log_params(dict(items[start : start + 100]))
 

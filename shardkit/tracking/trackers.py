@@ -95,10 +95,11 @@ class Trackers:
                 f"init_trackers: config is not values by name (got {type(config).__name__}); give a dict, such as "
                 "vars(args) or dataclasses.asdict(config)."
             )
-        self._refuse(wanted, place, arguments or {})
+        arguments = arguments or {}
+        self._refuse(wanted, place, arguments)
         if place is not None and self._is_main:
             _make(place)
-        self.active = [self._made(one, project, place, (arguments or {})) for one in wanted]
+        self.active = [self._made(one, project, place, arguments) for one in wanted]
         self._by_name = {tracker.name: tracker for tracker in self.active}
         for tracker in self.active:
             tracker.start()
@@ -127,7 +128,7 @@ class Trackers:
     ) -> None:
         """Logs the values, and the `measured` ones, to all trackers; objects to those that take them. Raises UsageError
         on every rank where a value is neither number nor text, and no selected tracker takes objects."""
-        refuse_others(values, step, any(_takes_objects(one) for one in self.selected))
+        refuse_others(values, step, any(_kind_of(one).takes_objects for one in self.selected))
         given: Any = plain(step)
         step = optimizer_step if given is None else given
         if not self.active:
@@ -135,14 +136,15 @@ class Trackers:
                 self._has_announced = True
                 log.info("trackers: log() before init_trackers(), or after end_training(): nothing is recorded.")
             return
-        refuse_unknown("log: log_kwargs", arguments or {}, {tracker.name for tracker in self.active})
+        arguments = arguments or {}
+        _refuse_unknown("log: log_kwargs", arguments, {tracker.name for tracker in self.active})
         self._note_loads(step, frozenset(values))
         numbers = {name: value for name, value in values.items() if not is_object(value)}
         for tracker in self.active:
             found = {**(values if tracker.takes_objects else numbers), **(measured or {})}
             at = step if self.counts_for_objects or not tracker.takes_objects else given
             if found or not values:
-                tracker.log(found, step=at, **(arguments or {}).get(tracker.name, {}))
+                tracker.log(found, step=at, **arguments.get(tracker.name, {}))
 
     def finish(self) -> None:
         """Finishes all trackers. A second call does nothing."""
@@ -160,36 +162,24 @@ class Trackers:
     def _made(
         self, one: str | Tracker, project: str, place: Path | None, arguments: Mapping[str, Mapping[str, Any]]
     ) -> Tracker:
-        is_here = self._is_main
         if isinstance(one, Tracker):
-            return one if is_here or not one.main_process_only else NoTracker(one.name)
-        if not is_here:
+            return one if self._is_main or not one.main_process_only else NoTracker(one.name)
+        if not self._is_main:
             return NoTracker(one)
-        kind, _ = KNOWN[one]
-
-        def is_resumed() -> bool:
-            return self._loads() > 0
-
-        own = dict(arguments.get(one, {}))
-        if one in ("jsonl", "csv"):
-            return kind(place, is_resumed, **own)
-        return kind(project, place, is_resumed, **own)
+        of_project = () if one in ("jsonl", "csv") else (project,)
+        return _kind_of(one)(*of_project, place, lambda: self._loads() > 0, **arguments.get(one, {}))
 
     def _refuse(
         self, wanted: Sequence[str | Tracker], place: Path | None, arguments: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        homeless = [
-            one if isinstance(one, str) else one.name
-            for one in wanted
-            if (KNOWN[one][0] if isinstance(one, str) else one).requires_logging_directory
-        ]
+        homeless = [_kind_of(one).name for one in wanted if _kind_of(one).requires_logging_directory]
         if homeless and place is None:
             raise UsageError(
                 f"init_trackers: {', '.join(homeless)} needs a folder (got none); give Accelerator(project_dir=...) or "
                 "ProjectConfiguration(logging_dir=...)."
             )
-        names = {one if isinstance(one, str) else one.name for one in wanted}
-        refuse_unknown("init_trackers: init_kwargs", arguments, names)
+        names = {_kind_of(one).name for one in wanted}
+        _refuse_unknown("init_trackers: init_kwargs", arguments, names)
         if unused := [name for name in arguments if name not in names]:
             log.info("trackers: init_kwargs of %s are not used: log_with does not name them.", ", ".join(unused))
 
@@ -207,7 +197,7 @@ def _make(folder: Path) -> None:
         ) from None
 
 
-def refuse_unknown(where: str, arguments: Mapping[str, Any], names: set[str]) -> None:
+def _refuse_unknown(where: str, arguments: Mapping[str, Any], names: set[str]) -> None:
     """Raises UsageError for arguments of a tracker that neither the run nor anybody has."""
     if unknown := [name for name in arguments if name not in (*names, *KNOWN, *UNSUPPORTED)]:
         there = ", ".join(sorted(names))
@@ -224,8 +214,9 @@ def _name(given: Any) -> str | Tracker:
     return value.lower() if isinstance(value, str) else f"a {type(given).__name__}"
 
 
-def _takes_objects(one: str | Tracker) -> bool:
-    return (KNOWN[one][0] if isinstance(one, str) else one).takes_objects
+def _kind_of(one: str | Tracker) -> Any:
+    """The class of a known tracker, by its name; another tracker itself. Both have the attributes of a Tracker."""
+    return KNOWN[one][0] if isinstance(one, str) else one
 
 
 def is_installed(name: str) -> bool:

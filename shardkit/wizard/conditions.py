@@ -121,7 +121,7 @@ def why_not(s: Situation, strategy: ShardingStrategy) -> str:
     return "needs 2 processes on each machine" if s.per_machine < 2 else ""
 
 
-def planned(s: Situation) -> devices.Device | None:
+def device_elsewhere(s: Situation) -> devices.Device | None:
     """The other machines' GPU; None where those of this machine are used. Nothing is known of one that is not named."""
     if s.on_cpu or s.on_tpu or (s.gpus and s.where != ELSEWHERE):
         return None
@@ -132,7 +132,7 @@ def gpu_without_bf16(s: Situation) -> str | None:
     """The name of a GPU that will be used and does not support bf16; None if there is none."""
     if s.on_tpu:
         return None
-    if (elsewhere := planned(s)) is not None:
+    if (elsewhere := device_elsewhere(s)) is not None:
         return elsewhere.name if elsewhere.lacks_bf16 else None
     return next((device.name for device in s.hardware.devices if not device.has_bf16), None)
 
@@ -141,6 +141,6 @@ def has_eight_bits(s: Situation, dtype: str) -> bool:
     """Whether all GPUs that will be used multiply in fp8 or mxfp8."""
     if s.on_cpu or s.on_tpu:
         return False
-    if (elsewhere := planned(s)) is not None:
+    if (elsewhere := device_elsewhere(s)) is not None:
         return bool(elsewhere.multiplies_in(dtype))
     return bool(s.hardware.devices) and all(device.multiplies_in(dtype) for device in s.hardware.devices)

@@ -56,7 +56,7 @@ def precision(s: Situation) -> Default:
 
 
 def strategy(s: Situation) -> Default:
-    value, reason = numbers.suggested(s, [strategy for strategy in ShardingStrategy if not why_not(s, strategy)])
+    value, reason = numbers.suggest_strategy(s, [strategy for strategy in ShardingStrategy if not why_not(s, strategy)])
     return Default(value.value, reason)
 
 

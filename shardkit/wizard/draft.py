@@ -25,9 +25,8 @@ class Draft:
     def text(self, now_s: float) -> str:
         """`5 answers, 10 minutes ago`."""
         minutes = max(0, int(now_s - self.time_s) // 60)
-        ago = f"{minutes} minutes ago" if minutes < 120 else f"{minutes // 60} hours ago"
-        count = counted(len(self.given), "answer")
-        return f"{count}, {'just now' if minutes < 1 else ago}"
+        ago = f"{counted(minutes, 'minute')} ago" if minutes < 120 else f"{minutes // 60} hours ago"
+        return f"{counted(len(self.given), 'answer')}, {'just now' if minutes < 1 else ago}"
 
 
 def path(target: Path) -> Path:

@@ -7,12 +7,12 @@ from functools import lru_cache
 from shardkit.config.schema import Config, DistributedType, FsdpConfig, ShardingStrategy, WrapPolicy
 from shardkit.errors import ShardkitError
 from shardkit.model.describe import ModelDescription
-from shardkit.plan.answer import fits
+from shardkit.plan.answer import fits, yes_no
 from shardkit.plan.closed_form import Estimate, estimate, with_fsdp, with_strategy
 from shardkit.plan.devices import Device
 from shardkit.plan.suggest import Candidate, suggest
 from shardkit.sizes import GIB, MIB, in_words
-from shardkit.wizard.conditions import planned
+from shardkit.wizard.conditions import device_elsewhere
 from shardkit.wizard.prompter import Option
 from shardkit.wizard.situation import CPU, HERE, SEVERAL, Situation
 
@@ -30,7 +30,7 @@ def device_of(s: Situation) -> Device:
     if s.on_cpu:
         share = s.hardware.memory_bytes // max(1, s.per_machine) if s.where in {HERE, CPU, SEVERAL} else None
         return Device("CPU", share, {}, reserve_bytes=0)
-    if (elsewhere := planned(s)) is not None:
+    if (elsewhere := device_elsewhere(s)) is not None:
         return elsewhere
     return Device("GPU", min((d.memory_bytes for d in s.hardware.devices if d.memory_bytes), default=None), {})
 
@@ -45,11 +45,10 @@ def estimates(s: Situation) -> dict[ShardingStrategy, Estimate]:
 
 def cells(found: Estimate, device: Device) -> str:
     """One strategy's table cells, as wide as `HEAD`."""
-    peak, sent = found.memory.peak.total, found.traffic
-    fits = {None: "-", True: "yes", False: "NO"}[_fits(found, device)]
+    peak, has_room, sent = in_words(found.memory.peak.total), yes_no(fits(device, found.memory)), found.traffic
     unit, name = (GIB, "GiB") if sent.inside_bytes + sent.between_bytes >= GIB / 10 else (MIB, "MiB")
     between = f" + {sent.between_bytes / unit:,.1f}" if sent.between_bytes else ""
-    return f"{in_words(peak):>11}  {fits:<4}  {sent.inside_bytes / unit:,.1f}{between} {name}"
+    return f"{peak:>11}  {has_room:<4}  {sent.inside_bytes / unit:,.1f}{between} {name}"
 
 
 def strategy_lines(s: Situation) -> Sequence[str]:
@@ -64,7 +63,7 @@ def strategy_lines(s: Situation) -> Sequence[str]:
     return (what + kept + between, " " * LABEL_WIDTH + HEAD)
 
 
-def suggested(s: Situation, possible: Sequence[ShardingStrategy]) -> tuple[ShardingStrategy, str]:
+def suggest_strategy(s: Situation, possible: Sequence[ShardingStrategy]) -> tuple[ShardingStrategy, str]:
     """The suggested strategy and the reason, as in `shardkit plan`."""
     found = [Candidate(each, one.memory, one.traffic) for each, one in estimates(s).items() if each in possible]
     strategy, reason = suggest(found, device_of(s)) if found else (None, "")
@@ -91,7 +90,7 @@ def suggest_offload(s: Situation) -> tuple[bool, str]:
         return False, "on a CPU, everything is already in host memory"
     without, with_offload = _offload_estimates(s)
     device = device_of(s)
-    if without and with_offload and _fits(without, device) is False and _fits(with_offload, device):
+    if without and with_offload and fits(device, without.memory) is False and fits(device, with_offload.memory):
         return True, "without it, the chosen strategy does not fit"
     return False, "steps are faster without it"
 
@@ -145,10 +144,6 @@ def _less_memory(s: Situation, config: Config, peak_bytes: int) -> list[str]:
     found = {name: _estimate(s.model, other, s) for name, other in tried.items()}
     found["more machines"] = _estimated(_Model(s.model), config.model_dump_json(), s.world_size * 2, s.per_machine)
     return [name for name, other in found.items() if other and other.memory.peak.total < peak_bytes]
-
-
-def _fits(found: Estimate, device: Device) -> bool | None:
-    return fits(device, found.memory)
 
 
 def _offload_estimates(s: Situation) -> tuple[Estimate | None, Estimate | None]:

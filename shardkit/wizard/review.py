@@ -19,6 +19,7 @@ from shardkit.wizard.question import Question
 from shardkit.wizard.situation import Situation
 
 Choice = Literal["save", "change", "advanced", "elsewhere", "quit"]
+_LONGEST_NAME_BYTES = 255  # NAME_MAX of Linux and macOS
 
 
 @dataclass(frozen=True)
@@ -215,24 +216,19 @@ def content_of(path: Path) -> bytes | None:
         return None
 
 
-_LONGEST_NAME_BYTES = 255  # NAME_MAX of Linux and macOS
-
-
 def why_not_writable(path: Path) -> str:
     """Why a file cannot be written there, or ""; checked before the first question."""
     if "\0" in str(path) or len(os.fsencode(path.name)) > _LONGEST_NAME_BYTES:
         return "no file can have this name; choose another."
     if problem := files.why_no_file(path):
         return problem
-    if not os.path.isdir(path.parent):
-        return f"{path}: its folder does not exist; create it, or choose another with --output."
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        return f"{path}: cannot be written; choose another with --output."
+        return f"{path}: cannot be written; {files.ELSEWHERE}."
     return ""
 
 
 def check_writable(path: Path) -> None:
-    """Raise ConfigError where a file cannot be written."""
+    """Raises ConfigError where a file cannot be written."""
     problem = why_not_writable(path)
     if problem:
         raise ConfigError(problem)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import shardkit
 from tests import checkpoints
+from tests.checkpoints import fill, prepared
 from tests.golden import positions
 from tests.ranks import Pool
-from tests.test_faults_save import fill, prepared
 
 
 def save(root):
