@@ -26,7 +26,7 @@ from shardkit.log import get_logger
 from shardkit.sharding.units import LiveUnit
 from shardkit.sharding.weight_files import load
 from shardkit.signatures import signature
-from shardkit.wording import ranks_text
+from shardkit.wording import first_few, ranks_text
 
 log = get_logger(__name__)
 
@@ -145,7 +145,7 @@ def fill(
     of them), else by the modules' initialization, which is equal for any number of ranks. Collective.
 
     `parameter_device`: the device of sharded parameters (the CPU if they are offloaded).
-    Raises ModelError, on all ranks, that lists all tensors without a value or with a wrong shape.
+    Raises ModelError, on all ranks, that names the tensors without a value or with a wrong shape.
     """
     empty = set(empty_states(model))
     allocate(model, lambda _, tensor: parameter_device if is_dtensor(tensor) else device)
@@ -155,19 +155,21 @@ def fill(
         parameters = {fqn for fqn, _ in model.named_parameters()}
         persistent = set(model.state_dict(keep_vars=True))
         missing = sorted((empty & (parameters | persistent)) - loaded)
-        lacked = sorted(map(clean_name, missing))
-        problems += [f"{weights}: has no {fqn}, and the model has no values for it{_ADVICE}" for fqn in lacked]
+        if missing and (loaded or not problems):  # else no file was read
+            lacked = first_few(sorted(map(clean_name, missing)), _LISTED)
+            problems.append(f"{weights}: has no {lacked}, for which the model has no values either{_ADVICE}")
         empty -= loaded | set(missing)
-    if empty and not problems:
-        left = initialize(model, units, empty, device, seed)
-        problems += [f"model: {fqn} has no value after initialization{_ADVICE}" for fqn in left]
+    if empty and not problems and (left := initialize(model, units, empty, device, seed)):
+        problems.append(f"model: no value after initialization for {first_few(left, _LISTED)}{_ADVICE}")
     problems = control.start().union(problems)
     if problems:
         raise ModelError("\n".join(problems))
 
 
+_LISTED = 20
+"""Number of tensors that an error names."""
 _ADVICE = (
-    "; build that module outside of init_empty_weights(), give it a reset_parameters() that initializes it, "
+    "; build the module outside of init_empty_weights(), give it a reset_parameters() that initializes it, "
     "or use weights that contain it."
 )
 
