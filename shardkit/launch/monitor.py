@@ -84,8 +84,8 @@ class Monitor:
         self._looked_s = 0.0
         self._cpu_checked_s = 0.0
         self._glanced_s = 0.0
-        self._noticed: set[float] = set()
-        """The times of the last progress before the standstills that were told."""
+        self._noticed_s = 0.0
+        """When the last progress was before the standstill that was told."""
         self._warned: set[tuple[int, str]] = set()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardkit-monitor", daemon=True)
@@ -224,14 +224,26 @@ class Monitor:
         if self._has_others or self.hang_timeout_s < 2 * hangs.NOTICE_S or now - self._glanced_s < hangs.NOTICE_S:
             return
         last = max((rank.progress.since_s for rank in running.values()), default=now)
-        if last in self._noticed or not hangs.is_due(running, hangs.NOTICE_S, now, has_peers=False):
+        if last == self._noticed_s or not hangs.is_due(running, hangs.NOTICE_S, now, has_peers=False):
             return
         self._glanced_s = now
-        seen = self._glance(running, now)
+        ranks = {number: rank for number, rank in running.items() if not rank.stopped_since_s}
+        if not self._are_idle(ranks):
+            return
+        found = self._all_seen(ranks, [self._stacks(ranks)], now)
+        seen = {number: replace(one, uses_cpu=False) for number, one in found.items()}
         self._look()
         if self.stop is None and all(rank.runs for rank in running.values()) and hangs.stands_still(seen.values()):
-            self._noticed.add(last)
+            self._noticed_s = last
             self._say(hangs.notice(hangs.rows_of(self.ranks, seen, now), self.hang_timeout_s))
+
+    def _are_idle(self, ranks: dict[int, Rank]) -> bool:
+        """Whether none of them uses CPU time within a second; False where it is unknown."""
+        pids = {rank.progress.pid for rank in ranks.values()}
+        before = processes.cpu_s(pids)
+        self._closing.wait(CHECK_S)
+        after = processes.cpu_s(pids)
+        return all(pid in before.keys() & after.keys() and abs(after[pid] - before[pid]) <= WORK_S for pid in pids)
 
     def hear_of(self, alarm: Alarm) -> None:
         """Called when ranks of another machine have failed or hang: stops the detection here. For a hang, samples the
@@ -274,21 +286,6 @@ class Monitor:
             samples.append(self._stacks(ranks))
         self._read_cpu(running, time.monotonic())  # so that CPU time of the samples does not count as work
         return self._all_seen(ranks, samples, now)
-
-    def _glance(self, running: dict[int, Rank], now: float) -> dict[int, Seen]:
-        """What each rank does within one second, except stopped ones."""
-        ranks = {number: rank for number, rank in running.items() if not rank.stopped_since_s}
-        before = processes.cpu_s({rank.progress.pid for rank in ranks.values()})
-        samples = [self._stacks(ranks)]
-        self._closing.wait(CHECK_S)
-        samples.append(self._stacks(ranks))
-        used = processes.cpu_s(before)
-        seen = self._all_seen(ranks, samples, now)
-        return {
-            number: replace(one, uses_cpu=pid not in used or used[pid] - before.get(pid, 0.0) > WORK_S)
-            for number, one in seen.items()
-            for pid in [ranks[number].progress.pid]
-        }
 
     def _all_seen(self, ranks: dict[int, Rank], samples: list[dict[int, Stack]], now: float) -> dict[int, Seen]:
         return {number: self._seen(rank, [one.get(number) for one in samples], now) for number, rank in ranks.items()}
