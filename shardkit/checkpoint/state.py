@@ -63,6 +63,8 @@ class Live:
     objects: dict[str, Stateful] = field(default_factory=dict)
     loaders: dict[str, Positioned] = field(default_factory=dict)
     seed: int | None = None
+    random_states: random_state.States | None = None
+    """Of this rank, from before the batches that a resumed run reads again; None: the present ones."""
     elsewhere: frozenset[int] = frozenset()
     """Numbers of the models that a save hook has saved: they are in no section."""
     take: Callable[[Path], set[int]] | None = None
@@ -235,7 +237,7 @@ def capture(live: Live, kind: Kind, rank: int, world_size: int) -> Captured:
     seed = live.seed if live.seed is not None else torch.initial_seed()
     classes = {"classes": found} if (found := live.classes()) else {}
     common = {**taken.common, "loaders": loaders, "seed": seed, **classes}
-    own = {"loaders": loaders, "rng": random_state.capture(rank), **classes}
+    own = {"loaders": loaders, "rng": random_state.capture(rank, live.random_states), **classes}
     return Captured(taken.index, taken.tensors, common, own, taken.items, {}, taken.buffers, taken.weights)
 
 

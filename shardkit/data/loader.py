@@ -320,6 +320,18 @@ class PreparedLoader:
         """The loop, if it is at its last batch, and no step has used that."""
         return self._loop if self._loop is not None and self._loop.is_last and self._loop.is_unused else None
 
+    @property
+    def has_unused_batches(self) -> bool:
+        """Whether a save stores the position before batches that the script was given, since no step has used them."""
+        saved, now = self._position_to_save(), self._now
+        return self._purpose != "evaluation" and (saved.epoch, saved.samples) < (now.epoch, now.samples)
+
+    @property
+    def may_have_unused_batches(self) -> bool:
+        """The same; also before the first step in its loop, where it is not known yet whether one will use them."""
+        may_train = self._purpose is None and self._loop is not None and self._loop.is_unused
+        return may_train or self.has_unused_batches
+
     def note_step(self, newest: int = 0, last: Iterable[Loop] = ()) -> None:
         """Notes that an optimizer has stepped. `newest`: `last_yield` of the newest batch; `last`: all `last_loop`s.
 
@@ -342,8 +354,7 @@ class PreparedLoader:
         """The position to resume from, as JSON values, the same on every rank. Prefetched batches do not count.
 
         For a training loader: the position of the last optimizer step, so batches not yet used by a step are read
-        again. For other loaders of a training run: the start of the epoch. Without any training loader: the current
-        position.
+        again. For other loaders of a training run: the start of the epoch. Without any backward: the current position.
         """
         position = self._position_to_save()
         return {
@@ -359,7 +370,9 @@ class PreparedLoader:
         }
 
     def _position_to_save(self) -> Position:
-        if self._purpose == "training":
+        newest = self.newest_loop
+        is_first_window = self._purpose is None and newest is not None and newest.is_trained_on and not newest.steps
+        if self._purpose == "training" or is_first_window:
             return self._used
         if self._purpose == "evaluation":
             was_left = self.samples_seen > 0 and not (self.is_iterating or self._is_positioned)

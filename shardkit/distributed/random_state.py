@@ -5,6 +5,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,25 +21,40 @@ log = get_logger(__name__)
 GENERATORS = ("python", "numpy", "torch")
 
 
-def capture(rank: int) -> dict[str, Any]:
-    """The state of every generator."""
-    version, numbers, gauss = random.getstate()
+@dataclass(frozen=True)
+class States:
+    """The states of a process's generators, as each library gives its own."""
+
+    of_python: Any
+    of_torch: torch.Tensor
+    of_device: tuple[str, torch.Tensor] | None
+    of_numpy: dict[str, Any] | None
+
+
+def take() -> States:
+    """The present states: some microseconds, without a wait for the device."""
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state(legacy=False)
+    return States(random.getstate(), torch.get_rng_state(), accelerators.random_state(), of_numpy)
+
+
+def capture(rank: int, states: States | None = None) -> dict[str, Any]:
+    """The state of every generator, or these `states`."""
+    states = states or take()
+    version, numbers, gauss = states.of_python
     state: dict[str, Any] = {
         "rank": rank,
         "python": [version, _packed(numbers), gauss],
-        "torch": _text(torch.get_rng_state()),
+        "torch": _text(states.of_torch),
         "cuda": [],
     }
-    on_device = accelerators.random_state()
-    if on_device is not None:
-        kind, stands = on_device
+    if states.of_device is not None:
+        kind, stands = states.of_device
         state[kind] = [_text(stands)]
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        found = numpy.random.get_state(legacy=False)
-        kind, inner = found["bit_generator"], found["state"]
+    if states.of_numpy is not None:
+        kind, inner = states.of_numpy["bit_generator"], states.of_numpy["state"]
         if kind == "MT19937":
-            has_gauss, cached = int(found["has_gauss"]), float(found["gauss"])
+            has_gauss, cached = int(states.of_numpy["has_gauss"]), float(states.of_numpy["gauss"])
             state["numpy"] = [kind, _packed(inner["key"]), int(inner["pos"]), has_gauss, cached]
         else:
             _tell_of_other_generator(kind)

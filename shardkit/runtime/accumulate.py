@@ -17,7 +17,7 @@ from torch import nn
 
 from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.data.sampler import length_of
-from shardkit.distributed import progress, xla
+from shardkit.distributed import progress, random_state, xla
 from shardkit.distributed.tensors import every_parameter
 from shardkit.errors import UsageError
 from shardkit.optim.loss_scale import LossScale
@@ -88,6 +88,8 @@ class Accumulation:
         self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
         """The optimizers that have taken part in the present step."""
         self._has_stepped_in_micro_batch = False
+        self._random_states: random_state.States | None = None
+        """From before the first batch that no step has used."""
 
     @property
     def sync_gradients(self) -> bool:
@@ -305,6 +307,7 @@ class Accumulation:
         it ends windows, and knows which of its samples are padding."""
         if loader not in self.loaders:
             self.loaders.append(loader)
+        self._keep_random_states(other for other in self.loaders if other is not loader)
 
     def after_batch(self, loader: PreparedLoader) -> None:
         """Called by a loader when the loop requests the next batch: the previous one is done."""
@@ -312,6 +315,18 @@ class Accumulation:
         xla.flush()
         by_hand = 0 if self._stepped or not self._is_full else self._backwards.all
         self.boundaries.after_batch(loader, is_window_open=self.counters.micro_step > 0, backwards_by_hand=by_hand)
+        self._keep_random_states(self.loaders)
+
+    def _keep_random_states(self, loaders: Iterable[PreparedLoader]) -> None:
+        """Keeps the present ones, before a batch is read, unless these loaders have given batches that are to be read
+        again. (Of PyTorch/XLA a save has the state of its moment.)"""
+        if not (xla.is_started() or any(loader.may_have_unused_batches for loader in loaders)):
+            self._random_states = random_state.take()
+
+    def random_states(self) -> random_state.States | None:
+        """The random states for a save: where a resumed run reads batches again, those from before the first of them,
+        so that it draws the same numbers for them; else None, for the present ones."""
+        return self._random_states if any(loader.has_unused_batches for loader in self.loaders) else None
 
     @eager
     def _begin(self) -> None:
