@@ -10,8 +10,11 @@ store of the default process group, and starts no collective before all have arr
 import sys
 import time
 import traceback
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -27,10 +30,18 @@ log = get_logger(__name__)
 WARN_AFTER_S = 10.0
 # How long a rank waits in an `except`: the others, without its error, probably wait for it in another call.
 IN_EXCEPT_S = 30.0
+# How long `meet_at_first` waits, in the middle of a step.
+IN_STEP_S = 60.0
 # Delay before it logs the error being handled: a script may train on in an `except`, where all ranks arrive at once.
 PATIENCE_S = 1.0
+# How often `meet_at_first` meets.
+FIRST_TIMES = 2
 # Up to this many ranks, each may query every other.
 MANY = 256
+
+
+_times: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+"""Calls of `meet_at_first`, by process group."""
 
 
 class NotMetError(Exception):
@@ -47,6 +58,16 @@ def meet(call: str, timeout_s: float, error: type[ShardkitError]) -> None:
         await_all(call, timeout_s)
     except NotMetError as reason:
         raise error(f"{call}: {reason}") from reason.__cause__
+
+
+def meet_at_first(call: str, error: type[ShardkitError]) -> bool:
+    """`meet` the first two times that this process group makes this call: those that some ranks leave out, they leave
+    out from the start. Whether it has met. Without spaces in the call."""
+    times = _times.setdefault(dist.group.WORLD, Counter())
+    times[call] += 1
+    if times[call] <= FIRST_TIMES:
+        meet(call, IN_STEP_S, error)
+    return times[call] <= FIRST_TIMES
 
 
 def await_all(call: str, timeout_s: float) -> None:

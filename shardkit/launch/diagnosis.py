@@ -52,26 +52,12 @@ _BY_MESSAGE = (
         "the system allows no more processes or threads: raise ulimit -u, or the container's limit (pids.max)",
     ),
     (
-        r"in loading state_dict(?s:.*)got mixed torch.Tensor and DTensor",
-        "sharded weights were loaded into a model that is not prepared, such as from a file that has one rank's part: "
-        "write weights = accelerator.get_state_dict(model), called on every rank, instead of model.state_dict(); or "
-        "load a training state by accelerator.save_state() and accelerator.resume(), after prepare",
-    ),
-    (
-        r"aten\.(_foreach_)?(copy|lerp|add)_\S* got mixed torch.Tensor and DTensor",
-        "a sharded parameter was copied into a plain tensor, or added to it. Averages of the weights (EMA) that were "
-        "made before prepare, or on the main process alone, do so: make them on every rank, after prepare from "
-        "model.parameters(), or as a copy of the model from before prepare that is prepared, too. p.full_tensor() on "
-        "every rank returns a whole copy",
-    ),
-    (
         "got mixed torch.Tensor and DTensor",
         "an operation mixed a sharded parameter and a plain tensor: call the model's forward, or register the method "
         "that uses its parameters, with the module that has it: accelerator.register_forward_method(model, name). A "
         "module that reads weights of one inside it, without a call of that, must not be divided into units: wrap by "
         "class (fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP), or raise fsdp_min_num_params; "
-        "p.full_tensor() returns a whole copy. Averages of the weights (EMA) are kept on every rank: made after "
-        "prepare from model.parameters(), or as a copy of the model from before prepare that is prepared, too",
+        "p.full_tensor() returns a whole copy",
     ),
     (
         "Encountered gradient which is undefined, but still allreduced",

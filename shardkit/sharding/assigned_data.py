@@ -1,6 +1,8 @@
-"""`tensor.data = values` of sharded tensors that are no parameters: gradients, averages, an optimizer's state.
+"""`tensor.data = values` of sharded tensors that are no parameters: gradients, averages, an optimizer's state; and of
+plain tensors, with sharded values: `average.data = p.data.clone()`.
 
-torch accepts the assignment, but a DTensor continues with its old values, which are in its local tensor.
+torch accepts both. But a DTensor continues with its old values, which are in its local tensor; and a plain tensor gets
+the memory of a DTensor, which has none, so that its next use ends the process.
 (`sharded_parameter.py` has that of parameters, whose memory FSDP keeps.)
 """
 
@@ -11,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardkit.distributed.tensors import own_part, sharded_like
+from shardkit.sharding.into_plain import gathered
 from shardkit.sharding.sharded_parameter import note_alias
 
 _data: Any = torch.Tensor.data
@@ -20,6 +23,7 @@ _data: Any = torch.Tensor.data
 def install() -> None:
     """Makes the assignment set the values. Has an effect once per process."""
     DTensor.data = property(_data.__get__, _set_data)  # type: ignore[assignment]
+    torch.Tensor.data = _PlainData(_data.__get__, _set_data_of_plain)  # type: ignore[assignment]
 
 
 def _set_data(tensor: DTensor, values: torch.Tensor) -> None:
@@ -30,3 +34,14 @@ def _set_data(tensor: DTensor, values: torch.Tensor) -> None:
         _data.__set__(tensor, values)  # shape and dtype
     tensor._local_tensor, tensor._spec = values._local_tensor, values._spec
     note_alias(tensor)
+
+
+class _PlainData(property):
+    """`torch.Tensor.data`, which a `__torch_function__` may ask for its name, as it can torch's own."""
+
+    __name__ = "data"
+
+
+def _set_data_of_plain(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """As torch's. Collective where the values are sharded: the tensor gets all of them."""
+    _data.__set__(tensor, gathered(values, "plain.data=sharded") if isinstance(values, DTensor) else values)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardkit.distributed.tensors import local_part, local_slices, own_part
 from shardkit.errors import UsageError
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
+from shardkit.sharding.into_plain import into_plain
 
 _aten = torch.ops.aten
 _FILLS = (_aten.fill_.Tensor, _aten.fill_.Scalar)
@@ -174,6 +175,8 @@ def _assign(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """`tensor[...] = value`, and `tensor.copy_(value)`. Plain values are the same on every rank."""
     target: Any = args[0]
     value: Any = args[1]
+    if not isinstance(target, DTensor):
+        return into_plain(operator, args, kwargs)
     if not isinstance(target, CopiedPart):
         if isinstance(value, DTensor) or any(placement.is_partial() for placement in target.placements):
             return as_torch_does(operator, args, kwargs)

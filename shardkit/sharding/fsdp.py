@@ -38,6 +38,7 @@ from shardkit.sharding import (
     outputs,
     parameters,
     pickled_parts,
+    plain_operands,
     precision,
     random_values,
     reductions,
@@ -169,7 +170,7 @@ class Carried:
 # What sharded tensors do that torch's DTensors do not.
 _BEHAVIOURS = (
     random_values, numbers_of_tensors, in_place, assigned_data, reductions, copied_parts, flattened, pickled_parts,
-    composite_operators, chosen_rows, torch_collectives,
+    composite_operators, chosen_rows, plain_operands, torch_collectives,
 )  # fmt: skip
 
 

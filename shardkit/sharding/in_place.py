@@ -1,12 +1,11 @@
 """In-place arithmetic of sharded tensors that torch refuses or gets wrong; here it is that of whole tensors.
 
-    total += p.grad.norm()           a number of a sharded tensor goes into a plain tensor
+    total += p.grad.norm()           into a plain tensor
     bias.grad.add_(whole)            one element along the sharded dim: torch takes such a dim for one to broadcast
     p.add_(other)                    meshes over the same ranks: a reference model that a library has sharded itself
     norm.clamp_(min=eps)             the value is pending
     nn.init.eye_(p)                  torch would write the identity into each rank's part, of another size then
     empty_like(p.T @ p)              torch takes it for pending: what each rank writes would be added up
-    p.grad.add_(noise)               a plain tensor of the whole shape counts as equal on all ranks
 
 Checked on torch 2.11 to 2.15.
 """
@@ -17,22 +16,17 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardkit.distributed.tensors import from_part, is_dtensor, local_part, own_part, whole
+from shardkit.distributed.tensors import from_part, is_dtensor, local_part, own_part
 from shardkit.errors import UsageError
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
-from shardkit.sharding.settled import (
-    is_pending,
-    is_single,
-    redistributed,
-    settle_in_place,
-    settled_placements,
-    with_own_parts,
-)
+from shardkit.sharding.into_plain import into_plain
+from shardkit.sharding.plain_operands import with_own_parts
+from shardkit.sharding.settled import is_pending, is_single, redistributed, settle_in_place, settled_placements
 
 _aten = torch.ops.aten
 _WITH_TENSORS = (
     *(_aten.lerp_.Scalar, _aten.lerp_.Tensor, _aten.addcmul_.default, _aten.addcdiv_.default),
-    _aten.clamp_.Tensor,
+    *(_aten.clamp_.Tensor, _aten.clamp_min_.Tensor, _aten.clamp_max_.Tensor),
 )
 _OF_NUMBERS = (
     *(_aten.clamp_.default, _aten.clamp_min_.default, _aten.clamp_max_.default),
@@ -53,23 +47,24 @@ def install() -> None:
 
 def _change(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Collective where a value is pending, or is whole on all ranks but in the tensor."""
-    tensor, value = args
-    if not is_dtensor(tensor) and not value.dim():
-        return operator(tensor, whole(value), **kwargs)  # a plain tensor counts as equal on all ranks
+    if not is_dtensor(args[0]):
+        return into_plain(operator, args, kwargs)
     tensor, value = args = with_own_parts(args)
-    if is_dtensor(tensor) and is_dtensor(value) and _are_over_the_same_ranks(tensor.device_mesh, value.device_mesh):
+    if is_dtensor(value) and _are_over_the_same_ranks(tensor.device_mesh, value.device_mesh):
         value = from_part(local_part(value), value, tensor.device_mesh, value.placements)
         args = (tensor, value)
-    if is_dtensor(tensor) and is_dtensor(value) and value.shape == tensor.shape and is_single(tensor):
+    if is_dtensor(value) and value.shape == tensor.shape and is_single(tensor):
         operator(local_part(tensor), local_part(redistributed(value, tensor.placements)), **kwargs)
         return tensor
     return _settle(operator, args, kwargs)
 
 
 def _settle(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Collective where the tensor's value is pending, and the operator does not keep it so."""
+    """Collective where the tensor is plain; where its value is pending, and the operator does not keep it so."""
     tensor = args[0]
-    if not is_dtensor(tensor) or not is_pending(tensor):
+    if not is_dtensor(tensor):
+        return into_plain(operator, args, kwargs)
+    if not is_pending(tensor):
         return as_torch_does(operator, with_own_parts(args), kwargs)
     before = local_part(tensor).clone()
     try:

@@ -21,7 +21,9 @@ from torch.distributed.tensor import Partial
 
 from shardkit.distributed.tensors import is_dtensor
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
-from shardkit.sharding.settled import as_replicated, has_empty_part, replicated, settle, with_own_parts
+from shardkit.sharding.into_plain import into_plain
+from shardkit.sharding.plain_operands import sharded_operands, with_own_parts
+from shardkit.sharding.settled import as_replicated, has_empty_part, replicated, settle
 
 _aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # the numbers of ATen's reductions
@@ -60,18 +62,24 @@ def install() -> None:
 
 
 def _mean_loss(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    arguments = _by_name(operator, args, kwargs)
+    arguments = _with_sharded_operands(operator, args, kwargs)
     if arguments["reduction"] != _MEAN:
-        return as_torch_does(operator, args, kwargs)
+        return as_torch_does(operator, (), arguments)
     return as_torch_does(operator, (), {**arguments, "reduction": _NONE}).mean()
 
 
 def _gradient_of_mean(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    arguments = _by_name(operator, args, kwargs)
+    arguments = _with_sharded_operands(operator, args, kwargs)
     if arguments["reduction"] != _MEAN:
-        return as_torch_does(operator, args, kwargs)
+        return as_torch_does(operator, (), arguments)
     each = (arguments["grad_output"] / arguments["self"].numel()).expand(arguments["self"].shape)
     return as_torch_does(operator, (), {**arguments, "grad_output": each, "reduction": _NONE})
+
+
+def _with_sharded_operands(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a loss or of its gradient by their names; also plain ones are sharded."""
+    arguments = _by_name(operator, args, kwargs)
+    return dict(zip(arguments, sharded_operands(operator, tuple(arguments.values())), strict=True))
 
 
 def _sum(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -84,7 +92,12 @@ def _sum(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _quotient(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    dividend, divisor = with_own_parts(args) if operator is _aten.div_.Tensor else args
+    if operator is _aten.div_.Tensor:
+        if not is_dtensor(args[0]):
+            return into_plain(operator, args, kwargs)
+        dividend, divisor = with_own_parts(args)
+    else:
+        dividend, divisor = sharded_operands(operator, args)
     return as_torch_does(operator, (dividend, settle(divisor)), kwargs)
 
 

@@ -75,7 +75,7 @@ def _operate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if name.startswith("_foreach_"):
         lists = [value for value in args if isinstance(value, (list, tuple))]
         if any(map(is_dtensor, (tensor for tensors in lists for tensor in tensors))):
-            return _one_by_one(name.removeprefix("_foreach_"), args, kwargs)
+            return one_by_one(name.removeprefix("_foreach_"), args, kwargs, _operate)
     elif _is_in_place(name) and isinstance(first, torch.Tensor):
         if not is_dtensor(first):
             return function(first, *map(_plain, args[1:]), **{key: _plain(value) for key, value in kwargs.items()})
@@ -127,22 +127,6 @@ def _settle_results(result: Any) -> Any:
 def is_pending(tensor: DTensor) -> bool:
     """Whether its value is the sum, or another reduction, of what ranks have."""
     return any(placement.is_partial() for placement in tensor.placements)
-
-
-def with_own_parts(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with this rank's parts of plain tensors that have the shape of the first, a sharded one."""
-    tensor = args[0]
-    if not is_dtensor(tensor) or is_pending(tensor):
-        return args
-
-    def own(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or is_dtensor(value) or value.shape != tensor.shape or not value.dim():
-            return value
-        if value.requires_grad and torch.is_grad_enabled():  # its gradient would be sharded
-            return value
-        return sharded_like(own_part(value, tensor).to(local_part(tensor).device), tensor)
-
-    return tensor, *map(own, args[1:])
 
 
 def replicated(tensor: DTensor) -> DTensor:
@@ -218,8 +202,8 @@ def as_replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return from_part(tensor, tensor, mesh, [Replicate()] * mesh.ndim)
 
 
-def _one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A foreach operator by the operator on each tensor."""
+def one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
+    """A foreach operator by the operator on each tensor, which `call` gets with its arguments."""
     if name == "norm":
         method: Callable[..., Any] = torch.linalg.vector_norm
     else:
@@ -228,9 +212,7 @@ def _one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         args, kwargs = args[:-1], {**kwargs, "value": args[-1]}
     count = next(len(value) for value in args if isinstance(value, (list, tuple)))
     results = [
-        _operate(
-            method, tuple(_nth(value, i) for value in args), {key: _nth(value, i) for key, value in kwargs.items()}
-        )
+        call(method, tuple(_nth(value, i) for value in args), {key: _nth(value, i) for key, value in kwargs.items()})
         for i in range(count)
     ]
     return None if name.endswith("_") else results

@@ -1,0 +1,213 @@
+"""Plain tensors beside sharded ones give what one process gives: a copy of the model from before `prepare` (averages,
+targets, weights to stay close to), masks, and the gradients of losses that contain them."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+
+from shardkit import Accelerator
+from shardkit.distributed import named_barrier
+from shardkit.errors import UsageError
+from tests import loops
+from tests.loops.net import Net, loss_of
+from tests.loops.run import RanksRun, Run, whole
+
+
+def assign(target, values):
+    target.data = values
+
+
+def lerp_each(averages, parameters):
+    torch._foreach_lerp_(averages, parameters, 0.1)
+
+
+def add_each(averages, parameters):
+    torch._foreach_mul_(averages, 0.9)
+    torch._foreach_add_(averages, parameters, alpha=0.1)
+
+
+def elastic(old, p):
+    difference = 0.1 * (p.data - old.data)
+    p.data.sub_(difference)
+    old.data.add_(difference)
+
+
+def swap(old, p):
+    kept = old.data.clone()
+    old.data.copy_(p.data)
+    p.data.copy_(kept)
+
+
+def task_vector(old, model):
+    tasks = {name: value - old.state_dict()[name] for name, value in model.state_dict().items()}
+    model.load_state_dict({name: old.state_dict()[name] + 0.5 * value for name, value in tasks.items()})
+
+
+def averaged(old, model, **average):
+    averages = AveragedModel(old, **average)
+    for _ in range(2):
+        averages.update_parameters(model)
+    old.load_state_dict(averages.module.state_dict())
+
+
+CHANGES: dict[str, Any] = {
+    "average, added": lambda old, p: old.mul_(0.9).add_(p, alpha=0.1),
+    "average, between": lambda old, p: old.lerp_(p, 0.1),
+    "average, by differences": lambda old, p: old.sub_(0.1 * (old - p)),
+    "average, copied": lambda old, p: old.copy_(0.9 * old + 0.1 * p),
+    "average, assigned": lambda old, p: assign(old, 0.9 * old.data + 0.1 * p.data),
+    "average of magnitudes": lambda old, p: old.copy_(torch.maximum(old, p.abs())),
+    "average of squares": lambda old, p: old.mul_(0.9).addcmul_(p, p, value=0.1),
+    "copy": lambda old, p: old.copy_(p),
+    "copy of data": lambda old, p: old.data.copy_(p.data),
+    "assigned copy": lambda old, p: assign(old, p.data.clone()),
+    "back": lambda old, p: p.copy_(old),
+    "half way": lambda old, p: p.copy_(0.5 * old + 0.5 * p),
+    "half way, assigned": lambda old, p: assign(p, torch.lerp(p.data, old.data, 0.5)),
+    "elastic": elastic,
+    "swap": swap,
+    "mask": lambda old, p: p.mul_(old.abs() > 0.1),
+    "mask, assigned": lambda old, p: assign(p, p.data * (old.abs() > 0.1).float()),
+    "mask of rows": lambda old, p: p.mul_((old.sum(-1, keepdim=True) > 0).float()),
+    "mask, filled": lambda old, p: p.copy_(p.masked_fill(old.abs() < 0.1, 0.0)),
+    "mask, chosen": lambda old, p: p.copy_(torch.where(old.abs() < 0.1, torch.zeros_like(p), p)),
+    "mask, chosen from both": lambda old, p: p.copy_(torch.where(old > p, old, p)),
+    "clamp": lambda old, p: p.copy_(torch.clamp(p, min=old - 0.01, max=old + 0.01)),
+}
+CHANGES_OF_MODELS: dict[str, Any] = {
+    "load": lambda old, model: old.load_state_dict(model.state_dict()),
+    "load of averages": lambda old, model: old.load_state_dict(
+        {name: 0.9 * value + 0.1 * model.state_dict()[name] for name, value in old.state_dict().items()}
+    ),
+    "task vector": task_vector,
+    "averages of lists": lambda old, model: lerp_each([*old.parameters()], [*model.parameters()]),
+    "sums of lists": lambda old, model: add_each([*old.parameters()], [*model.parameters()]),
+    "AveragedModel": averaged,
+    "AveragedModel, one by one": lambda old, model: averaged(old, model, avg_fn=get_ema_avg_fn(0.9)),
+    "AveragedModel, at once": lambda old, model: averaged(old, model, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+}
+NUMBERS: dict[str, Any] = {
+    "distance": lambda old, p: (p - old).norm().item(),
+    "distance, from the copy": lambda old, p: (old - p).square().sum().item(),
+    "dist": lambda old, p: torch.dist(p, old).item(),
+    "largest difference": lambda old, p: (p - old).abs().max().item(),
+    "mse": lambda old, p: F.mse_loss(p, old).item(),
+    "l1": lambda old, p: F.l1_loss(p, old, reduction="sum").item(),
+    "product": lambda old, p: (old * p).sum().item(),
+    "dot": lambda old, p: torch.dot(p.flatten(), old.flatten()).item(),
+    "cosine": lambda old, p: F.cosine_similarity(p.flatten(), old.flatten(), dim=0).item(),
+    "quotients": lambda old, p: (p / (old.abs() + 1)).sum().item() + ((old + 1) / (p.abs() + 1)).sum().item(),
+    "divergence": lambda old, p: F.kl_div(p.log_softmax(-1), old.softmax(-1), reduction="sum").item(),
+    "equal": lambda old, p: float(torch.equal(p, old)) + 2 * float(torch.equal(old, old + p - p)),
+    "close": lambda old, p: float(torch.allclose(p, old)) + 2 * float((p == old).all()),
+    "larger": lambda old, p: float((p > old).sum()) + float((old >= p).sum()),
+}
+PENALTIES: dict[str, Any] = {
+    "squares": lambda old, p: (p - old).square().sum(),
+    "squares, from the copy": lambda old, p: (old - p).pow(2).sum(),
+    "weighted squares": lambda old, p: (old.square() * (p - old) ** 2).sum(),
+    "norm": lambda old, p: (p - old).norm(),
+    "magnitudes": lambda old, p: (p - old).abs().mean(),
+    "mse": lambda old, p: F.mse_loss(p, old),
+    "masked": lambda old, p: (p * (old > 0)).square().sum(),
+    "chosen": lambda old, p: torch.where(old > 0, p, old).square().sum(),
+    "larger": lambda old, p: torch.maximum(p, old).sum(),
+    "quotients": lambda old, p: (p / (old.abs() + 1)).sum(),
+}
+
+
+def results(run: Run) -> dict[str, list[float]]:
+    """{use: what it gave, and the weights of the model and its copy after it}."""
+    torch.manual_seed(0)
+    model = Net()
+    copied = copy.deepcopy(model).requires_grad_(False)
+    model = run.prepare(model)
+    inner, found = run.unwrap(model), {}
+    start = {name: whole(value).clone() for name, value in inner.state_dict().items()}
+
+    def reset() -> None:
+        copied.load_state_dict(start)
+        inner.load_state_dict({name: 1.1 * value + 0.01 for name, value in start.items()})
+
+    def pairs() -> list[tuple[Any, Any]]:
+        return list(zip(copied.parameters(), inner.parameters(), strict=True))
+
+    with torch.no_grad():
+        for name, change in (CHANGES | CHANGES_OF_MODELS).items():
+            reset()
+            for operands in pairs() if name in CHANGES else [(copied, inner)]:
+                change(*operands)
+            found[name] = joined([*inner.parameters(), *copied.parameters()])
+        reset()
+        for name, number in NUMBERS.items():
+            found[name] = [number(old, p) for old, p in pairs()]
+    for name, penalty in PENALTIES.items():
+        for number in range(2):
+            loss = loss_of(model, run.batch(number))
+            run.backward(loss + sum(penalty(old, p) for old, p in pairs()))
+        found[f"penalty: {name}"] = joined([p.grad for p in inner.parameters()])
+        model.zero_grad()
+    return found
+
+
+def joined(tensors: list[torch.Tensor]) -> list[float]:
+    return torch.cat([whole(tensor.detach()).flatten() for tensor in tensors]).tolist()
+
+
+def on_ranks(strategy: int, loop: str) -> dict[str, list[float]]:
+    return results(RanksRun(accelerator=Accelerator(config=loops.config_of(strategy, loops.LOOPS[loop]))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "strategy"), [(2, 1), (3, 2), (4, 4), (2, 3)])
+def test_plain_operands_count_as_equal_on_all_ranks(ranks, world, strategy):
+    expected = results(Run())
+    for found in ranks.run(world, on_ranks, strategy, "usual"):
+        assert set(found) == set(expected)
+        for name, values in found.items():
+            difference = (torch.tensor(values) - torch.tensor(expected[name])).abs().max().item()
+            assert difference < 3e-5, name
+
+
+def weigh_own_losses() -> str:
+    fsdp = {"fsdp_auto_wrap_policy": "NO_WRAP"}
+    accelerator = Accelerator(config={"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": fsdp})
+    weights = torch.nn.ParameterList([torch.zeros(4)])
+    weights, _ = accelerator.prepare(weights, torch.optim.SGD(weights.parameters(), lr=0.1))
+    losses = torch.arange(4.0) + accelerator.process_index
+    with pytest.raises(UsageError) as found:
+        accelerator.backward((losses * weights[0].exp()).sum())
+    return str(found.value)
+
+
+def test_values_of_own_samples_are_refused_in_a_loss(ranks):
+    for text in ranks.run(2, weigh_own_losses):
+        assert "differs between" in text
+        assert "shape (4,) in aten::mul.Tensor" in text
+
+
+def average_on_rank_0() -> str:
+    fsdp = {"fsdp_auto_wrap_policy": "NO_WRAP"}
+    accelerator = Accelerator(config={"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": fsdp})
+    model = torch.nn.Linear(3, 2)
+    average = copy.deepcopy(model).requires_grad_(False)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if not accelerator.is_main_process:
+        return ""
+    named_barrier.IN_STEP_S, found_s = 0.5, named_barrier.IN_STEP_S
+    try:
+        with pytest.raises(UsageError) as found, torch.no_grad():
+            average.weight.lerp_(model.weight, 0.1)
+    finally:
+        named_barrier.IN_STEP_S = found_s
+    return str(found.value)
+
+
+def test_an_average_of_the_main_process_alone_is_refused(ranks):
+    text = ranks.run(2, average_on_rank_0)[0]
+    assert text.startswith("plain.lerp_(sharded): rank 1 has not come after")
+    assert "outside of `if accelerator.is_main_process`" in text
