@@ -37,7 +37,7 @@ from shardkit.data.skipping import skip_first_batches
 from shardkit.distributed.collectives import gather
 from shardkit.errors import UsageError
 from tests.golden.positions import KINDS
-from tests.loaders import CPU, Flow, FlowWithState, Numbers, ShuffledFlow, flat, moved, prepared, run
+from tests.loaders import CPU, Flow, FlowWithState, Numbers, ShuffledFlow, flat, moved, prepared, read_inside, run
 from tests.ranks import log_lines
 
 
@@ -106,6 +106,70 @@ def test_a_loop_inside_a_loop_that_is_resumed(loader, epochs):
         given.append(batch.tolist())
         assert lists(loader)[0] not in given
     assert given == epochs[1][2:]
+
+
+class OpenFile(FlowWithState):
+    """Keeps an iterator, as an open file is one."""
+
+    def __init__(self, length=40):
+        super().__init__(length)
+        self.load_state_dict({"position": 0})
+
+    def __iter__(self):
+        for number in self.lines:
+            self.position = number + 1
+            yield number
+        self.load_state_dict({"position": 0})
+
+    def load_state_dict(self, state):
+        self.position, self.lines = state["position"], iter(range(state["position"], self.length))
+
+    def __deepcopy__(self, memo):
+        return type(self)(self.length)
+
+
+class BeginsAnew(FlowWithState):
+    """Every loop begins anew, unless a state was loaded."""
+
+    begin = 0
+
+    def __iter__(self):
+        begin, self.begin = self.begin, 0
+        for number in range(begin, self.length):
+            self.position = number + 1
+            yield number
+
+    def load_state_dict(self, state):
+        self.begin = self.position = state["position"]
+
+
+@pytest.mark.parametrize("inner", [1, 2, 10])
+@pytest.mark.parametrize("kind", [FlowWithState, OpenFile, BeginsAnew, ShuffledFlow])
+def test_a_loop_over_a_stream_goes_on_after_loops_inside_it(kind, inner, capsys):
+    read_inside(lambda: prepared(dataset=kind()), inner)
+    assert "yields other samples" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [FlowWithState, OpenFile])
+def test_a_stream_that_goes_on_after_a_break_does_so_after_a_look_before_it(kind):
+    loader = prepared(dataset=kind())
+    for looks in (False, True):
+        loader.set_epoch(0)
+        given = []
+        for batch in loader:
+            given.append(batch.tolist())
+            loader.note_step()
+            if len(given) == 3:
+                if looks:
+                    next(iter(loader))
+                break
+        assert next(iter(loader)).tolist() == [16, 17, 18, 19], "a batch was read ahead"
+
+
+def test_loops_over_a_stream_with_a_state_take_turns():
+    loader = prepared(dataset=FlowWithState())
+    pairs = [(one.tolist(), other.tolist()) for one, other in zip(loader, loader, strict=True)]
+    assert pairs == [(batch, batch) for batch in lists(prepared())]
 
 
 def test_an_iterator_that_is_kept_leaves_the_position_to_the_loop_that_trains(loader, epochs):

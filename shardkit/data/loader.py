@@ -62,7 +62,7 @@ class PreparedLoader:
     def _batches(self) -> Generator[Any, None, None]:
         if self.before_loop is not None and (before_loop := self.before_loop()) is not None:
             before_loop(self)
-        is_moved = self._is_positioned
+        is_moved = self._is_positioned or self._loop is not None
         loop = self._loop = self._begin()
         try:
             for piece in self._source.pieces(self._seed, loop.position, is_moved):
