@@ -62,10 +62,10 @@ class PreparedLoader:
     def _batches(self) -> Generator[Any, None, None]:
         if self.before_loop is not None and (before_loop := self.before_loop()) is not None:
             before_loop(self)
-        is_moved = self._is_positioned or self._loop is not None
+        is_moved, is_inside = self._is_positioned, self._loop is not None
         loop = self._loop = self._begin()
         try:
-            for piece in self._source.pieces(self._seed, loop.position, is_moved):
+            for piece in self._source.pieces(self._seed, loop.position, is_moved, is_inside):
                 loop.take(piece)
                 self._loop = loop  # loops over one loader may alternate
                 yield loop.given(to_device(piece.batch, self._device))
@@ -93,7 +93,7 @@ class PreparedLoader:
             start = Position(outer.position.epoch + outer.inner)
         elif start.samples:  # the last loop was left inside this epoch
             start = Position(start.epoch + 1)
-        if outer is not None and outer.has_inner_ended:
+        if outer is not None and outer.has_inner_ended and self._purpose != "training":
             outer = None  # an iterator that the script keeps but does not read: other loops finish between its batches
         if outer is None:
             self._next = self._used = start
@@ -168,11 +168,12 @@ class PreparedLoader:
         """As `Loop.take_trained`; None outside of loops."""
         return None if self._loop is None else self._loop.take_trained(micro_batches)
 
-    def note_backward(self) -> None:
-        """Notes a backward: of the current batch, or of one that the script has kept from the loop before."""
+    def note_backward(self, is_in_loop: bool = False) -> None:
+        """Notes a backward: of the current batch, or of one that the script has kept from the loop before; where it
+        `is_in_loop` over another loader, only of a single batch that the script still holds."""
         if self._loop is not None:
             self._loop.is_trained_on = True
-        elif self._has_looked and self.ended is not None:
+        elif self._has_looked and self.ended is not None and (not is_in_loop or self.ended.is_one_held):
             self._move_to(self.ended.position)
             self._is_positioned = False
 

@@ -119,7 +119,7 @@ class Stream(IterableDataset):
         self._beginning_skipped: str | None = None
         """As `beginning`, where this process has read the first items without yielding them."""
         self._start = torch.zeros(6, dtype=torch.int64, device="cpu")
-        self._is_start_shared = False
+        self._is_start_shared = self._is_inside = False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "dataset":
@@ -141,10 +141,10 @@ class Stream(IterableDataset):
         """What a position keeps."""
         return self.beginning if self.snapshot is None else self.snapshot
 
-    def of_one_loop(self) -> "Stream":
-        """The stream for one loop: it does not see where later loops start."""
+    def of_one_loop(self, is_inside: bool) -> "Stream":
+        """The stream for one loop, maybe inside another: it does not see where later loops start."""
         own = copy(self)
-        own._is_start_shared = False
+        own._is_start_shared, own._is_inside = False, is_inside
         return own
 
     def start_at(
@@ -204,7 +204,7 @@ class Stream(IterableDataset):
         own, size = self._own_state, self.layout.global_batch
         saved, self.saved, self._beginning_skipped = (None if is_worker else self.saved), None, None
         with randomness, _no_workers():
-            reading = own.begin(saved, is_moved, is_worker)
+            reading = own.begin(saved, is_moved, self._is_inside, is_worker)
             is_there = own.is_kept and saved is not None
             source = self._items() if is_there else self._skipped(samples, may_exceed)
         try:

@@ -1,7 +1,7 @@
 """The own state of a stream's dataset, and which of several loops over it has read last."""
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardkit.data import hugging_face
@@ -16,7 +16,10 @@ class Reading:
     """The loop that it was begun inside."""
     state: Any = None
     """The dataset's own state after what the loop has read."""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    """The dataset's attributes then, before a loop inside this one began."""
     is_open: bool = True
+    """Whether it is yet to read: a loop is given its last batch afterwards."""
     was_left: bool = False
     """Whether the dataset may have more for it."""
 
@@ -35,12 +38,16 @@ class OwnState:
         self._newest: Reading | None = None
         """What has read last."""
 
-    def begin(self, saved: Any, is_moved: bool, is_worker: bool) -> Reading:
+    def begin(self, saved: Any, is_moved: bool, is_inside: bool, is_worker: bool) -> Reading:
         """A new reading, from the saved state. Without one it goes on where the dataset is; if `is_moved`, and in a
         worker, which keeps what an epoch has left there, from the dataset's beginning."""
-        before, self._newest = self._newest, Reading(self._open_one() if is_moved else None)
+        before, outer = self._newest, self._outer() if is_inside else None
+        self._newest = reading = Reading(outer)
         if not self.is_kept:
-            return self._newest
+            return reading
+        if outer is not None and outer is before:
+            self.note(outer)
+            outer.attributes = dict(vars(self._dataset))
         if self._at_start is None:
             # Hugging Face's state is that of its newest iteration, maybe in an earlier run; None begins anew.
             is_beginning_none = hugging_face.is_stream(self._dataset)
@@ -49,12 +56,12 @@ class OwnState:
             self._load(self._at_start[0])
         if saved is not None:
             self._load(saved)
-        return self._newest
+        return reading
 
-    def _open_one(self) -> Reading | None:
-        """The innermost reading that has not ended."""
+    def _outer(self) -> Reading | None:
+        """What a reading that begins now is inside of."""
         newest = self._newest
-        return newest if newest is None or newest.is_open else newest.outer
+        return newest if newest is None or newest.is_open or newest.outer is None else newest.outer
 
     def note(self, reading: Reading) -> None:
         """Stores the state after what was just read."""
@@ -70,16 +77,31 @@ class OwnState:
         self._load(reading.state)
 
     def end(self, reading: Reading) -> None:
-        """The loop has ended. The dataset is where this one has left it, also if a loop inside it was the last to read.
-        (One of Hugging Face begins every loop anew.)"""
+        """The dataset is as the loop has left it, also if one inside it that was left was the last to read."""
         reading.is_open = False
         newest = self._newest
-        is_inside = newest is not None and newest.outer is reading and newest.was_left
-        if is_inside and self.is_elsewhere(reading) and not hugging_face.is_stream(self._dataset):
-            self.put_back(reading)
+        if newest is None or newest.is_open or not newest.was_left:
+            return
+        if newest.outer is reading or (newest is reading and newest.outer is not None and not newest.outer.is_open):
+            self._leave_as(newest.outer)
+
+    def _leave_as(self, reading: Reading) -> None:
+        self._newest = reading
+        if not self.is_kept or hugging_face.is_stream(self._dataset):  # which begins every loop anew
+            return
+        vars(self._dataset).update(reading.attributes)
+        if not _are_equal(self._dataset.state_dict(), reading.state):  # of an open file, say
+            self._load(reading.state)
 
     def _load(self, state: Any) -> None:
         self._dataset.load_state_dict(deepcopy(state))  # it may change the dict, which is still the position
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError):  # tensors and arrays have no truth value
+        return False
 
 
 def _is_kept(dataset: Any) -> bool:
