@@ -451,7 +451,7 @@ def test_loaders_side_by_side_begin_the_next_epoch_together_after_a_resume(ranks
 
 
 def saved_again_side_by_side(folder, pairs):
-    """Of each case: whether a third run gets what follows the epoch's end that the second had loaded and saved again."""
+    """Of each case: whether three runs in turn, which each load and save again, get what follows the first save."""
     found = {}
     for lengths in ((2, 3), (3, 2)):
         for again, is_inside in product(("save", "look save", "save look save"), (True, False)):
