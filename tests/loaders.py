@@ -160,3 +160,23 @@ def distributed(rank, world, kind=DistributedSampler, **options):
 def moved(loader, state):
     loader.load_state_dict(state)
     return loader
+
+
+def read_inside(make, inner):
+    """Loops of `inner` batches inside a loop, after its batches 3 and 5. They, it, and a run that goes on from each of
+    its places read what loops alone read, and so does the next epoch."""
+
+    def lists(loader):
+        return [batch.tolist() for batch in loader]
+
+    alone, following = lists(loader := make()), lists(loader)
+    loader, outer = make(), []
+    for batch in loader:
+        outer.append(batch.tolist())
+        loader.note_step()
+        if len(outer) in (3, 5):
+            inside = lists(islice(loader, inner))
+            assert inside == following[:inner] or len(outer) == 5
+        assert lists(moved(make(), loader.state_dict())) == alone[len(outer) :]
+    assert outer == alone
+    assert sorted(flat(loader)) == sorted(flat(map(torch.tensor, alone)))

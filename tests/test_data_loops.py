@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import multiprocessing
 import os
 import pickle
@@ -37,7 +38,7 @@ from shardkit.data.skipping import skip_first_batches
 from shardkit.distributed.collectives import gather
 from shardkit.errors import UsageError
 from tests.golden.positions import KINDS
-from tests.loaders import CPU, Flow, FlowWithState, Numbers, ShuffledFlow, flat, moved, prepared, run
+from tests.loaders import CPU, Flow, FlowWithState, Numbers, ShuffledFlow, flat, moved, prepared, read_inside, run
 from tests.ranks import log_lines
 
 
@@ -106,6 +107,93 @@ def test_a_loop_inside_a_loop_that_is_resumed(loader, epochs):
         given.append(batch.tolist())
         assert lists(loader)[0] not in given
     assert given == epochs[1][2:]
+
+
+class OpenFile(FlowWithState):
+    """Keeps an iterator, as an open file is one."""
+
+    def __init__(self, length=40):
+        super().__init__(length)
+        self.load_state_dict({"position": 0})
+
+    def __iter__(self):
+        for number in self.lines:
+            self.position = number + 1
+            yield number
+        self.load_state_dict({"position": 0})
+
+    def load_state_dict(self, state):
+        self.position, self.lines = state["position"], iter(range(state["position"], self.length))
+
+    def __deepcopy__(self, memo):
+        return type(self)(self.length)
+
+
+class SharedFile(FlowWithState):
+    """Its position is in an object that it keeps."""
+
+    def __init__(self, length=40):
+        super().__init__(length)
+        self.file = io.StringIO("\n".join(map(str, range(length))))
+
+    def __iter__(self):
+        while line := self.file.readline():
+            yield int(line)
+        self.file.seek(0)
+
+    def state_dict(self):
+        return {"position": self.file.tell()}
+
+    def load_state_dict(self, state):
+        self.file.seek(state["position"])
+
+
+class BeginsAnew(FlowWithState):
+    """Every loop begins anew, unless a state was loaded."""
+
+    begin = 0
+
+    def __iter__(self):
+        begin, self.begin = self.begin, 0
+        for number in range(begin, self.length):
+            self.position = number + 1
+            yield number
+
+    def load_state_dict(self, state):
+        self.begin = self.position = state["position"]
+
+
+@pytest.mark.parametrize("inner", [1, 2, 10])
+@pytest.mark.parametrize("kind", [FlowWithState, OpenFile, SharedFile, BeginsAnew, ShuffledFlow])
+def test_a_loop_over_a_stream_goes_on_after_loops_inside_it(kind, inner, capsys):
+    read_inside(lambda: prepared(dataset=kind()), inner)
+    assert "yields other samples" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [FlowWithState, OpenFile, SharedFile, BeginsAnew])
+@pytest.mark.parametrize("length", [40, 38])
+def test_a_look_before_a_loop_over_a_stream_is_left_or_ends_does_not_change_the_next_epoch(kind, length):
+    """A stream that goes on after a break has given the batch that was read ahead."""
+    for stop in (3, 9, 10):
+        following = []
+        for looks in (False, True):
+            loader = prepared(dataset=kind(length))
+            for number, _ in enumerate(loader, 1):
+                loader.note_step()
+                if number == stop:
+                    if looks:
+                        next(iter(loader))
+                    if stop == 3:
+                        break
+            following.append(lists(loader))
+        assert following[0] == following[1]
+        assert following[0][0][0] == (16 if stop == 3 and kind is not BeginsAnew else 0)
+
+
+def test_loops_over_a_stream_with_a_state_take_turns():
+    loader = prepared(dataset=FlowWithState())
+    pairs = [(one.tolist(), other.tolist()) for one, other in zip(loader, loader, strict=True)]
+    assert pairs == [(batch, batch) for batch in lists(prepared())]
 
 
 def test_an_iterator_that_is_kept_leaves_the_position_to_the_loop_that_trains(loader, epochs):
@@ -237,6 +325,42 @@ def test_a_batch_that_is_trained_on_after_its_loop_is_of_an_epoch(loader, epochs
     loader.set_epoch(2)
     loader.note_backward()
     assert lists(loader) == epochs[2], "the epoch that was named since"
+
+
+def test_a_look_at_a_loader_before_a_loop_over_another_is_no_epoch(alone):
+    """Its batch is not held when the other's are trained on; one that is, is trained on with them."""
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "NO", "shardkit": {"seed": 3}})
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.arange(8.0)[:, None])
+    loaders = [DataLoader(data, batch_size=4, shuffle=True) for _ in range(2)]
+    model, optimizer, first, second = accelerator.prepare(model, optimizer, *loaders)
+
+    def trained(loader, read=lambda: None):
+        given = []
+        for (batch,) in loader:
+            beside = read()
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            given.append([one.flatten().tolist() for one in (batch, beside) if one is not None])
+        return given
+
+    trained(first), trained(second)
+    assert trained(first, lambda: next(iter(second)) and None) and second.epoch == 1
+    assert trained(first, lambda: list(second) and None) and second.epoch == 1
+    beside = [other for _, other in trained(first, lambda: next(iter(second))[0])]
+    assert beside[0] != beside[1] and second.epoch == 2
+    accelerator.free_memory()
+
+
+def test_loops_inside_a_loop_before_and_after_a_step_change_nothing(loader, epochs):
+    given = []
+    for batch in loader:
+        given.append(batch.tolist())
+        loader.note_step()
+        assert list(loader) and next(iter(loader)) is not None
+    assert given == epochs[0] and lists(loader) == epochs[1]
 
 
 def used(loader):

@@ -3,7 +3,7 @@
 import json
 import random
 from collections import deque
-from itertools import chain
+from itertools import chain, product
 
 import numpy
 import pytest
@@ -401,9 +401,9 @@ def beside_an_iterator(first, second):
         yield one, other
 
 
-def side_by_side(folder, pairs, lengths, save_at, is_saved_inside=True, loads=False):
+def side_by_side(folder, pairs, lengths, save_at, is_saved_inside=True, loads=False, again=""):
     """Epochs over two loaders side by side, saved after a step, or after the epoch that ends there. What each step got,
-    from the present place on."""
+    from the present place on. `again`: what is done after the load: a look at the longer one, saves."""
     accelerator = Accelerator(config={"use_cpu": True, "shardkit": {"seed": 3, "data": {"split_batches": True}}})
     model = nn.Linear(1, 1)
     data = [torch.arange(6.0 * length)[:, None] for length in lengths]
@@ -412,6 +412,11 @@ def side_by_side(folder, pairs, lengths, save_at, is_saved_inside=True, loads=Fa
     model, optimizer, first, second = accelerator.prepare(model, optimizer, *loaders)
     if loads:
         accelerator.load_state(folder)
+    for what in again.split():
+        if what == "look":
+            next(iter(first if lengths[0] > lengths[1] else second))
+        else:
+            accelerator.save_state(folder)
     given = []
     for epoch in range((first if lengths[0] <= lengths[1] else second).epoch, 3):
         for one, other in pairs(first, second):
@@ -442,6 +447,24 @@ def resumed_side_by_side(folder, pairs):
 @pytest.mark.parametrize("pairs", [zipped, zipped_the_other_way, beside_an_iterator])
 def test_loaders_side_by_side_begin_the_next_epoch_together_after_a_resume(ranks, tmp_path, pairs):
     (found,) = ranks.run(1, resumed_side_by_side, tmp_path, pairs)
+    assert set(found.values()) == {True}, found
+
+
+def saved_again_side_by_side(folder, pairs):
+    """Of each case: whether three runs in turn, which each load and save again, get what follows the first save."""
+    found = {}
+    for lengths in ((2, 3), (3, 2)):
+        for again, is_inside in product(("save", "look save", "save look save"), (True, False)):
+            place = folder / f"{lengths}-{again}-{is_inside}"
+            whole = side_by_side(place, pairs, lengths, 2, is_inside)
+            rests = [side_by_side(place, pairs, lengths, 99, loads=True, again=again) for _ in range(3)]
+            found[place.name] = rests == [whole[2:]] * 3
+    return found
+
+
+@pytest.mark.parametrize("pairs", [zipped, zipped_the_other_way])
+def test_loaders_side_by_side_that_are_saved_again_after_a_load(ranks, tmp_path, pairs):
+    (found,) = ranks.run(1, saved_again_side_by_side, tmp_path, pairs)
     assert set(found.values()) == {True}, found
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 from shardkit import Accelerator, ProjectConfiguration
 from shardkit.data.preparing import prepare_loader
 from shardkit.errors import CheckpointError, UsageError
-from tests.loaders import CPU, Flow, Numbers, prepared, run
+from tests.loaders import CPU, Flow, Numbers, prepared, read_inside, run
 from tests.ranks import log_lines
 
 
@@ -356,6 +356,19 @@ def test_a_hugging_face_stream_that_an_earlier_run_left_begins_anew_in_every_epo
             assert [int(one) for batch in loader for one in batch] == list(range(20))
         loader.set_epoch(1)
         next(iter(loader))
+
+
+@needs_datasets
+@pytest.mark.parametrize("inner", [1, 10])
+def test_a_loop_over_a_hugging_face_stream_goes_on_after_loops_inside_it(inner):
+    from datasets import Dataset
+
+    def make():
+        stream = Dataset.from_dict({"x": list(range(41))}).to_iterable_dataset(num_shards=4)
+        loader = DataLoader(stream, batch_size=4, collate_fn=lambda samples: torch.tensor(values(samples)))
+        return prepare_loader(loader, 0, 1, CPU, 7)
+
+    read_inside(make, inner)
 
 
 @needs_datasets

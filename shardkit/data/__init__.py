@@ -10,6 +10,7 @@ shares          each rank's part of a global batch
 position        a place in the data, and whether a saved one is valid
 skipping        starts an epoch after its first batches
 stream          iterable datasets; those of Hugging Face: hugging_face
+stream_state    the own state of a dataset that loops share
 first_items     whether all ranks read the same
 padding         real samples of a padded batch
 private_random  random generators of the data alone

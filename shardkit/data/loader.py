@@ -47,9 +47,9 @@ class PreparedLoader:
         self._loop: Loop | None = None
         self._next = self._used = Position()
         self._is_positioned, self._is_restored, self._skipped = False, False, 0
-        self._passes_finished_epoch = self._has_looked = self._is_surely_trained = self._may_be_over = False
-        """`_may_be_over`: whether the rest of the epoch is dropped unless the first iterator after a load reads it."""
+        self._passes_finished_epoch = self._has_looked = self._is_surely_trained = False
         self._reads_rest: ReferenceType[Batches] | None = None
+        """The first iterator after a load."""
         self._purpose: Purpose | None = None
         self._facts = partial(facts_of, source.dataset, source.split, source.sampler)
         self._user_loader = user_loader  # from now on attributes that are not the prepared loader's own are its
@@ -62,10 +62,10 @@ class PreparedLoader:
     def _batches(self) -> Generator[Any, None, None]:
         if self.before_loop is not None and (before_loop := self.before_loop()) is not None:
             before_loop(self)
-        is_moved = self._is_positioned
+        is_moved, is_inside = self._is_positioned, self._loop is not None
         loop = self._loop = self._begin()
         try:
-            for piece in self._source.pieces(self._seed, loop.position, is_moved):
+            for piece in self._source.pieces(self._seed, loop.position, is_moved, is_inside):
                 loop.take(piece)
                 self._loop = loop  # loops over one loader may alternate
                 yield loop.given(to_device(piece.batch, self._device))
@@ -82,8 +82,8 @@ class PreparedLoader:
         left_out, start_is = 0, (self._is_restored, self._skipped)
         if self._is_positioned:
             left_out = start.samples // self.total_batch_size if self._is_restored else 0
-            if self._may_be_over and (self._passes_finished_epoch or not (self._reads_rest and self._reads_rest())):
-                start, self._may_be_over = Position(start.epoch + 1), False
+            if start.may_be_over and (self._passes_finished_epoch or not (self._reads_rest and self._reads_rest())):
+                start = Position(start.epoch + 1)
             elif self._is_restored and self._is_over(start):
                 start = self._after(start)
             self._is_positioned = self._is_restored = self._passes_finished_epoch = False
@@ -93,11 +93,10 @@ class PreparedLoader:
             start = Position(outer.position.epoch + outer.inner)
         elif start.samples:  # the last loop was left inside this epoch
             start = Position(start.epoch + 1)
-        if outer is not None and outer.has_inner_ended:
+        if outer is not None and outer.has_inner_ended and self._purpose != "training":
             outer = None  # an iterator that the script keeps but does not read: other loops finish between its batches
         if outer is None:
             self._next = self._used = start
-            self._may_be_over &= start_is[0]
         return Loop(start, outer, restored_batches=left_out, start=start, start_is=start_is)
 
     def _is_over(self, position: Position) -> bool:
@@ -168,11 +167,12 @@ class PreparedLoader:
         """As `Loop.take_trained`; None outside of loops."""
         return None if self._loop is None else self._loop.take_trained(micro_batches)
 
-    def note_backward(self) -> None:
-        """Notes a backward: of the current batch, or of one that the script has kept from the loop before."""
+    def note_backward(self, is_in_loop: bool = False) -> None:
+        """Notes a backward: of the current batch, or of one that the script has kept from the loop before; where it
+        `is_in_loop` over another loader, only of a single batch that the script still holds."""
         if self._loop is not None:
             self._loop.is_trained_on = True
-        elif self._has_looked and self.ended is not None:
+        elif self._has_looked and self.ended is not None and (not is_in_loop or self.ended.is_one_held):
             self._move_to(self.ended.position)
             self._is_positioned = False
 
@@ -279,7 +279,7 @@ class PreparedLoader:
             self._passes_finished_epoch = False
             return
         has_position = self._is_restored and (self._next.samples or self._purpose == "training")
-        is_next = epoch == self._next.epoch + 1 and (self._may_be_over or self._is_over(self._next))
+        is_next = epoch == self._next.epoch + 1 and (self._next.may_be_over or self._is_over(self._next))
         if has_position and not is_next and self._rank == 0:
             log.warning(
                 f"data: set_epoch({epoch}) drops the restored position (epoch {self._next.epoch}, after "
@@ -311,7 +311,7 @@ class PreparedLoader:
 
     def _move_to(self, position: Position) -> None:
         self._next, self._is_positioned, self._is_restored, self._skipped = position, True, False, 0
-        self._has_looked, self._may_be_over, self._reads_rest = False, False, None
+        self._has_looked, self._reads_rest = False, None
         if self._loop is None:
             self._used = position
 
@@ -340,10 +340,10 @@ class PreparedLoader:
         """
         loop = self._loop
         if loop is not None and loop.is_unused:
-            self._purpose, self._used = "training", self._now
+            self._purpose = "training"
             loop.is_unused, loop.steps, loop.newest_at_step = False, loop.steps + 1, newest
             loop.ends_with = [other for other in last if other is not loop]
-            self._may_be_over = bool(loop.ends_with)
+            self._used = replace(loop.position, may_be_over=bool(loop.ends_with))
             self._is_surely_trained |= loop.steps > 1 or newest <= loop.last_yield
         elif self._purpose is None or (loop and not self._is_surely_trained and newest > loop.newest_at_step > 0):
             self._purpose = "evaluation"
@@ -363,7 +363,7 @@ class PreparedLoader:
             "order": position.order,
             "seed": self._seed,
             "purpose": self._purpose,
-            "may_be_over": self._may_be_over,
+            "may_be_over": position.may_be_over,
             "global_batch": self.total_batch_size,
             "dataset": stored_state(position.dataset, self._source.dataset, self._rank),
             **self._facts(),
@@ -392,7 +392,7 @@ class PreparedLoader:
             return  # it is already at this position
         self._seed, self._purpose = int(state["seed"]), state.get("purpose")
         self._move_to(Position(int(state["epoch"])) if problem else saved_position(state))
-        self._is_restored, self._may_be_over = True, bool(state.get("may_be_over"))
+        self._is_restored = True
 
     def misfit(self, state: Mapping[str, Any], saved_ranks: int) -> str | None:
         """Why a position saved by `saved_ranks` ranks cannot be loaded here, and what to do; None where it can."""

@@ -202,6 +202,11 @@ class Loop:
         return self.yielded > 0 and (trains or is_short) and not (is_rest or self.is_trained_on or self.steps)
 
     @property
+    def is_one_held(self) -> bool:
+        """Whether it was left at its first batch, and the script has not dropped that."""
+        return self.yielded == 1 and (not self.tensors or bool(alive(self.tensors)))
+
+    @property
     def has_wasted_rest(self) -> bool:
         """Whether it began at a restored position and ended without a backward or a step."""
         is_unused = self.restored_batches > 0 and not (self.is_trained_on or self.steps)

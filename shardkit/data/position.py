@@ -35,13 +35,16 @@ REMEDIES = (
 class Position:
     """A position in the data, in samples over all ranks. `dataset`: a stream's own state, where it has one; where a
     custom sampler gives the order, digests of the epoch's first items.
-    `may_exceed`: the script has skipped so many samples, and an epoch may have fewer."""
+    `may_exceed`: the script has skipped so many samples, and an epoch may have fewer.
+    `may_be_over`: a loader beside this one was at its end, so that the rest of the epoch is dropped unless the first
+    iterator after a load reads it."""
 
     epoch: int = 0
     samples: int = 0
     dataset: Any = None
     order: str = COMPUTED
     may_exceed: bool = False
+    may_be_over: bool = False
 
 
 def saved_position(state: Mapping[str, Any]) -> Position:
@@ -50,7 +53,10 @@ def saved_position(state: Mapping[str, Any]) -> Position:
     if not state["samples_seen"]:
         return Position(int(state["epoch"]))
     own_state = values.decode(state.get("dataset"), _from_text)  # as `stored_state` gave it
-    return Position(int(state["epoch"]), int(state["samples_seen"]), own_state, order_of(state))
+    may_be_over = bool(state.get("may_be_over"))
+    return Position(
+        int(state["epoch"]), int(state["samples_seen"]), own_state, order_of(state), may_be_over=may_be_over
+    )
 
 
 def stored_state(state: Any, dataset: Any, rank: int) -> Any:

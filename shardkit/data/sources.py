@@ -65,9 +65,9 @@ class Source(Protocol):
     sampler: str | None
     """The class of what orders a map-style dataset; None of a stream."""
 
-    def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
+    def pieces(self, seed: int, start: Position, is_moved: bool, is_inside: bool) -> Iterator[Piece]:
         """This rank's batches from a position to the end of its epoch. `is_moved`: the position was set, and does not
-        follow the batches read before."""
+        follow the batches read before. `is_inside`: another loop is reading, and goes on afterwards."""
 
     def is_over(self, seed: int, position: Position) -> bool:
         """Whether no batches come after a position that was not saved at a last batch; False where only reading the
@@ -140,7 +140,7 @@ class SampledSource:
         self.indices = CurrentIndices(loader)
         self.loader = _rebuilt(loader, **self.indices.as_argument())
 
-    def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
+    def pieces(self, seed: int, start: Position, is_moved: bool, is_inside: bool) -> Iterator[Piece]:
         if start.dataset == EPOCH_IS_OVER:
             return iter(())
         order = self._order(seed, start)
@@ -186,7 +186,7 @@ class BatchSampledSource:
         self.indices = CurrentIndices(loader)
         self.loader = _rebuilt(loader, **self.indices.as_argument())
 
-    def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
+    def pieces(self, seed: int, start: Position, is_moved: bool, is_inside: bool) -> Iterator[Piece]:
         if start.dataset == EPOCH_IS_OVER:
             return iter(())
         order = self._order(seed, start)
@@ -228,12 +228,12 @@ class StreamSource:
         size = None if loader.batch_size is None else own_size
         self.loader = _rebuilt(loader, self.stream, batch_size=size, collate_fn=collate)
 
-    def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
-        self._is_moved |= is_moved
+    def pieces(self, seed: int, start: Position, is_moved: bool, is_inside: bool) -> Iterator[Piece]:
+        self._is_moved |= is_moved or is_inside
         if start.dataset == EPOCH_IS_OVER:
             return
         seed_of_rank = _seed_of_rank(seed, start.epoch, self._rank)
-        loader = of_one_loop(self.loader, dataset=self.stream.of_one_loop())
+        loader = of_one_loop(self.loader, dataset=self.stream.of_one_loop(is_inside))
         loader.generator.manual_seed(seed_of_rank)
         stream: Any = loader.dataset
         own_samples = start.samples // self._parts

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
@@ -18,11 +18,11 @@ from shardkit.data.first_items import KEPT, are_different, begin_differently, be
 from shardkit.data.private_random import PrivateRandom
 from shardkit.data.sampler import items_of
 from shardkit.data.shares import BatchLayout, split
+from shardkit.data.stream_state import OwnState
 from shardkit.distributed import control
 from shardkit.distributed.seed import set_seed, stream_seed
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
-from shardkit.signatures import signature
 
 log = get_logger(__name__)
 
@@ -107,7 +107,7 @@ class Stream(IterableDataset):
         self.dataset = dataset
         self.layout = layout
         self._has_batches = has_batches
-        self.keeps_state = _keeps_state(dataset)
+        self._own_state = OwnState(dataset)
         self.is_compared = getattr(dataset, "split_by_rank", None) is not False
         self._is_told = self.is_compared and split_of(dataset) is None
         self.saved: Any = None
@@ -118,11 +118,8 @@ class Stream(IterableDataset):
         """As `Counted.beginning`, of the newest loop; of the position where it starts, before its first batch."""
         self._beginning_skipped: str | None = None
         """As `beginning`, where this process has read the first items without yielding them."""
-        self._state_at_start: tuple[Any] | None = None
-        """The dataset's own state before the first item of an epoch; None before it was asked for."""
-        self._was_left = False
         self._start = torch.zeros(6, dtype=torch.int64, device="cpu")
-        self._is_start_shared = False
+        self._is_start_shared = self._is_inside = False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "dataset":
@@ -144,10 +141,10 @@ class Stream(IterableDataset):
         """What a position keeps."""
         return self.beginning if self.snapshot is None else self.snapshot
 
-    def of_one_loop(self) -> "Stream":
-        """The stream for workers that serve one loop: they do not see where later loops start."""
+    def of_one_loop(self, is_inside: bool) -> "Stream":
+        """The stream for one loop, maybe inside another: it does not see where later loops start."""
         own = copy(self)
-        own._is_start_shared, own._state_at_start = False, None
+        own._is_start_shared, own._is_inside = False, is_inside
         return own
 
     def start_at(
@@ -174,15 +171,12 @@ class Stream(IterableDataset):
         if worker is not None and not hugging_face.is_stream(self.dataset):
             # Persistent workers have their own copies. Those of Hugging Face share the epoch number: it is already set.
             self._tell_epoch(epoch)
-        randomness = PrivateRandom(seed)
-        with randomness, _no_workers():
-            source = self._source(samples, bool(is_moved), bool(may_exceed), is_worker=worker is not None)
         is_compared, first = self.is_compared and (self.layout.world_size > 1 or number_of_workers > 1), None
-        beginning = self._beginning_skipped
-        for number, chunk in enumerate(self._chunks(source, randomness, is_worker=worker is not None)):
-            first = fields_of(chunk) if number == 0 and is_compared else first
-            if number == 0 and samples == 0 and self._is_told:
-                beginning = beginning_of(chunk)
+        chunks = self._chunks(PrivateRandom(seed), epoch, samples, bool(is_moved), bool(may_exceed), worker is not None)
+        for number, chunk in enumerate(chunks):
+            if number == 0:
+                first = fields_of(chunk) if is_compared else None
+                beginning = beginning_of(chunk) if samples == 0 and self._is_told else self._beginning_skipped
             if number % number_of_workers != own_number:
                 continue
             if worker is not None:  # as for a map-style dataset's batches
@@ -200,36 +194,37 @@ class Stream(IterableDataset):
         for value in part:
             yield Counted(value, len(chunk), is_padded, len(part), first=first, beginning=beginning)
 
-    def _chunks(self, source: Iterator[Any], randomness: PrivateRandom, is_worker: bool) -> Iterator[list[Any]]:
-        size = self.layout.global_batch
-        while True:
-            with randomness, _no_workers():
-                chunk = list(islice(source, size))
-            self._was_left = len(chunk) == size
-            if not chunk or (len(chunk) < size and self.layout.drop_last):
-                return
-            if self.keeps_state and not is_worker:
-                # A copy: a dataset may return the dict that it later changes.
-                self.snapshot = deepcopy(self.dataset.state_dict())
-            yield chunk
-
-    def _source(self, samples: int, is_moved: bool, may_exceed: bool, is_worker: bool) -> Iterator[Any]:
-        """The dataset's iterator from the position on: by the saved state, which is used once, or by skipping.
+    def _chunks(
+        self, randomness: PrivateRandom, epoch: int, samples: int, is_moved: bool, may_exceed: bool, is_worker: bool
+    ) -> Iterator[list[Any]]:
+        """From the position on: by the saved state, which is used once, or by skipping.
 
         Workers skip: most are created again for every epoch, and would always find the state that they started from.
         """
+        own, size = self._own_state, self.layout.global_batch
         saved, self.saved, self._beginning_skipped = (None if is_worker else self.saved), None, None
-        if self.keeps_state:
-            if self._state_at_start is None:
-                # Hugging Face's state is that of its newest iteration, maybe in an earlier run; None begins anew.
-                is_beginning_none = hugging_face.is_stream(self.dataset)
-                self._state_at_start = (None if is_beginning_none else deepcopy(self.dataset.state_dict()),)
-            elif saved is None and (is_moved or (is_worker and self._was_left)):
-                self.dataset.load_state_dict(deepcopy(self._state_at_start[0]))
-            if saved is not None:
-                self.dataset.load_state_dict(deepcopy(saved))  # it may change the dict, which is still the position
-                return self._items()
-        return self._skipped(samples, may_exceed)
+        with randomness, _no_workers():
+            reading = own.begin(saved, is_moved, self._is_inside, is_worker)
+            is_there = own.is_kept and saved is not None
+            source = self._items() if is_there else self._skipped(samples, may_exceed)
+        try:
+            while True:
+                with randomness, _no_workers():
+                    if own.is_elsewhere(reading):
+                        del source  # what its end does to the dataset comes before the state
+                        self._tell_epoch(epoch)
+                        own.put_back(reading)
+                        source = self._items()
+                    chunk = list(islice(source, size))
+                reading.was_left = len(chunk) == size
+                if not chunk or (len(chunk) < size and self.layout.drop_last):
+                    return
+                if own.is_kept and not is_worker:
+                    own.note(reading)
+                    self.snapshot = reading.state
+                yield chunk
+        finally:
+            own.end(reading)
 
     def _items(self) -> Iterator[Any]:
         items = items_of(self.dataset)
@@ -318,15 +313,6 @@ def split_of(dataset: Any) -> tuple[int, int] | None:
     A Hugging Face stream after `split_dataset_by_node`, or any dataset with an attribute `split_by_rank`.
     """
     return getattr(dataset, "split_by_rank", None) or hugging_face.split_of(dataset)
-
-
-def _keeps_state(dataset: Any) -> bool:
-    """Whether the dataset's state_dict() and load_state_dict() cover its whole position, and need no arguments."""
-    if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
-        return False
-    needed = [one for one in signature(dataset.state_dict).parameters.values() if one.default is one.empty]
-    takes_nothing = all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in needed)
-    return takes_nothing and not hugging_face.loses_samples(dataset)
 
 
 def end_together(

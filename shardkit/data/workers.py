@@ -42,9 +42,9 @@ class StartWorker:
 
 
 def of_one_loop(loader: DataLoader, **own: Any) -> DataLoader:
-    """The loader for a loop that begins; while another loop is reading from its persistent workers, which can serve
-    only one, a copy with workers of its own, and with the attributes in `own`."""
-    if getattr(loader, "_iterator", None) not in _SERVING:
+    """The loader for a loop that begins: a copy with the attributes in `own`. With persistent workers it is the loader
+    itself, unless another loop is reading from them, which can serve only one: the copy has workers of its own."""
+    if loader.persistent_workers and getattr(loader, "_iterator", None) not in _SERVING:
         return loader
     beside = copy(loader)
     vars(beside).update(own, persistent_workers=False, _iterator=None)

@@ -180,8 +180,9 @@ class Accumulation:
         parts = (part for one in self._deferred_models for part in one.modules())  # accumulate() may get a wrapper
         is_deferred = is_early and any(model is part for part in parts)
         self.deferred_gradients.note_backward(model, is_deferred or not reduces(model))
+        is_in_loop = active_loader(self.loaders) is not None
         for loader in self.loaders:
-            loader.note_backward()
+            loader.note_backward(is_in_loop)
         self._backwards = replace(
             self._backwards,
             by_script=self._backwards.by_script + (not self._is_own_backward),
