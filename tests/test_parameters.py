@@ -97,6 +97,73 @@ def test_modules_whose_weights_cannot_be_sharded_or_kept_equal_are_refused(ranks
     assert ranks.run(1, with_a_module_of_kind, 3, "limited") == [""]
 
 
+class OwnParameters(Net):
+    """Its `parameters()` takes no argument, and leaves out the embedding, which stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def parameters(self) -> Any:
+        yield from (p for p in super().parameters() if p is not self.embed.weight)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.scale
+
+
+class HoldsOwnParameters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = OwnParameters()
+        self.recurrent = nn.RNN(11, 11, batch_first=True)
+
+    def parameters(self) -> Any:
+        return nn.Module.parameters(self)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.recurrent(self.inner(tokens))[0]
+
+
+class NamesWithout(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return ((name, p) for name, p in super().named_parameters(*args, **kwargs) if name != "scale")
+
+
+def trained_as_redefined(strategy: int, kind: type[nn.Module]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    accelerator, model = accelerator_for(strategy), kind()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD([*model.parameters()], lr=0.5))
+    for _ in range(2):
+        accelerator.backward(loss_of(model, batch()))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize("kind", [OwnParameters, HoldsOwnParameters])
+@pytest.mark.parametrize("strategy", [1, 2, 3])
+def test_a_class_may_redefine_parameters_without_their_arguments(ranks, strategy, kind):
+    (plain,), (found, _) = (
+        ranks.run(1, trained_as_redefined, 3, kind),
+        ranks.run(2, trained_as_redefined, strategy, kind),
+    )
+    torch.testing.assert_close(found, plain)
+
+
+def names_without(strategy: int) -> str:
+    return refusal(lambda: accelerator_for(strategy).prepare(NamesWithout()))
+
+
+def test_a_class_whose_named_parameters_leave_some_out_is_refused_where_fsdp_would(ranks):
+    assert "NamesWithout leaves out its own parameters" in ranks.run(2, names_without, 1)[1]
+    assert ranks.run(2, names_without, 3) == ["", ""]
+
+
 def with_a_hook_after_accumulation() -> str:
     model = Net()
     model.head.weight.register_post_accumulate_grad_hook(lambda p: None)

@@ -95,7 +95,7 @@ def _keep_weights_apart(model: nn.Module, managed: Container[int]) -> None:
     """Recurrent networks otherwise move their weights into one memory, at a forward on a GPU that finds others than
     before: gathered ones would no longer be what FSDP gathers into. cuDNN now joins them in each forward, and warns."""
     for module in model.modules():
-        if isinstance(module, nn.RNNBase) and any(id(p) in managed for p in module.parameters(recurse=False)):
+        if isinstance(module, nn.RNNBase) and any(id(p) in managed for p in module._parameters.values()):
             module.__dict__["flatten_parameters"] = _flattens_nothing
             warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk", UserWarning)
 
