@@ -139,10 +139,28 @@ class OwnOperator(Rule):
         return torch.zeros_like(p)
 
 
+@torch.compile(dynamic=False, fullgraph=True, backend="aot_eager")
+def adam_update(g: torch.Tensor, moment: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    moment.lerp_(g, 0.1)
+    variance.lerp_(g.square(), 0.05)
+    return moment / ((variance / (1 - 0.95**count)).sqrt() + 0.1 + g.norm())
+
+
+class CompilesItsUpdate(Rule):
+    def update(self, p: Any, g: Any, state: dict[str, Any]) -> Any:
+        if not state:
+            state.update(moment=torch.zeros_like(p), variance=torch.zeros_like(p), count=torch.tensor(0.0))
+        state["count"] += 1
+        return adam_update(g, state["moment"], state["variance"], state["count"])
+
+
 class WritesToFlat(Rule):
     def update(self, p: Any, g: Any, state: dict[str, Any]) -> Any:
         g.flatten().clamp_(-0.1, 0.1)
         return g
+
+
+KINDS = [NormsInPlace, Factored, Preconditioned, Flat, Lacking, Foreach, OwnOperator, CompilesItsUpdate]
 
 
 def batch(number: int) -> torch.Tensor:
@@ -173,7 +191,9 @@ def distance(kind: type[Rule], strategy: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [NormsInPlace, Factored, Preconditioned, Flat, Lacking, Foreach, OwnOperator])
+@pytest.mark.parametrize(
+    "kind", [NormsInPlace, Factored, Preconditioned, Flat, Lacking, Foreach, OwnOperator, CompilesItsUpdate]
+)
 @pytest.mark.parametrize("world", [2, 3])
 def test_weights_are_those_of_one_process(ranks, kind, world):
     assert max(ranks.run(world, distance, kind, 1)) < 1e-5
@@ -214,6 +234,30 @@ def error_of_closure() -> str:
     with pytest.raises(RuntimeError) as caught:
         optimizer.step(closure)
     return str(caught.value)
+
+
+def stances_in_step() -> list[str]:
+    """torch.compile's stance in the closure, which may run a compiled model, and after it in the optimizer's step."""
+    found: list[str] = []
+
+    def stance() -> torch.Tensor:
+        found.append(torch._dynamo.eval_frame._stance.stance)
+        return torch.zeros(())
+
+    class Notes(NormsInPlace):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            stance()
+
+    accelerator = Accelerator(config=Config(use_cpu=True, fsdp_config={"fsdp_sharding_strategy": 1}))
+    _, optimizer = accelerator.prepare(model := Net(), Notes(model.parameters()))
+    optimizer.step(stance)
+    stance()
+    return found
+
+
+def test_only_the_update_runs_without_the_compiler(ranks):
+    assert ranks.run(2, stances_in_step)[0] == ["default", "force_eager", "default"]
 
 
 def test_an_error_of_the_closure_stays_as_it_is(ranks):

@@ -42,6 +42,27 @@ def refusal(function: Any) -> str:
 # ---- what is carried over ----
 
 
+@torch.compile(backend="aot_eager")
+def compiled_square(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.square().sum()
+
+
+def in_a_compiled_function() -> tuple[float, float, float]:
+    accelerator = accelerator_for(1)
+    model = accelerator.prepare(Net(8))
+    weight = model.parts[0].up.weight
+    (gradient,) = torch.autograd.grad(compiled_square(weight), weight)
+    expected = weight.full_tensor().detach()
+    found = compiled_square(weight).full_tensor() - expected.square().sum()
+    return float(found.abs()), float((gradient.full_tensor() - 2 * expected).abs().max()), float(expected.abs().max())
+
+
+@pytest.mark.slow
+def test_a_compiled_function_takes_a_sharded_parameter(ranks):
+    error, error_of_gradient, largest = ranks.run(2, in_a_compiled_function)[1]
+    assert error < 1e-4 and error_of_gradient < 1e-6 < largest
+
+
 def carried(strategy: int) -> tuple[Any, ...]:
     accelerator, model, heard = accelerator_for(strategy), Net(), []
     model.embed.weight._no_weight_decay = True
