@@ -199,6 +199,28 @@ def test_weights_are_those_of_one_process(ranks, kind, world):
     assert max(ranks.run(world, distance, kind, 1)) < 1e-5
 
 
+def trained_with_fused_kernels(kind: str, strategy: int) -> dict[str, torch.Tensor]:
+    """The weights after three steps of an optimizer that is not prepared."""
+    torch.manual_seed(1)
+    accelerator = Accelerator(config=Config(use_cpu=True, fsdp_config={"fsdp_sharding_strategy": strategy}))
+    model, rank, world = accelerator.prepare(Net()), accelerator.process_index, accelerator.num_processes
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, fused=True, **FUSED[kind])
+    for number in range(3):
+        accelerator.backward(model(batch(number).chunk(world)[rank]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+FUSED: dict[str, Any] = {"SGD": {"momentum": 0.9, "weight_decay": 0.1}, "Adagrad": {}, "AdamW": {}}
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_fused_kernels_of_an_optimizer_that_is_not_prepared(ranks, kind):
+    (expected,) = ranks.run(1, trained_with_fused_kernels, kind, 3)
+    torch.testing.assert_close(ranks.run(2, trained_with_fused_kernels, kind, 1)[0], expected)
+
+
 def test_the_memory_of_any_state_is_measured(alone):
     accelerator = Accelerator(config=Config(use_cpu=True, fsdp_config={"fsdp_sharding_strategy": 3}))
     model, optimizer = accelerator.prepare(net := Net(), Preconditioned(net.parameters()))

@@ -31,6 +31,7 @@ from shardkit.sharding import (
     fsdp_internals,
     fsdp_unit,
     fsdp_unused,
+    fused_steps,
     hooks,
     in_place,
     numbers_of_tensors,
@@ -169,7 +170,7 @@ class Carried:
 # What sharded tensors do that torch's DTensors do not.
 _BEHAVIOURS = (
     random_values, numbers_of_tensors, in_place, assigned_data, reductions, copied_parts, flattened, pickled_parts,
-    composite_operators, chosen_rows, torch_collectives,
+    composite_operators, chosen_rows, fused_steps, torch_collectives,
 )  # fmt: skip
 
 
