@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributions import Independent, Normal
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -200,15 +201,22 @@ class ReturnsNamed(_Odd):
         return Named(x, x.mean())
 
 
+class ReturnsDistribution(_Odd):
+    def wrap(self, x: torch.Tensor) -> Any:
+        return Independent(Normal(x, 1.0), 1)
+
+
 BLOCKS: list[type[nn.Module]] = [
     *(Normed, Convolved, Attention, Experts, Frozen, WeightNormed, Counting, Checkpointed, Dropped, Twice, Listed),
-    *(Small, OwnParameters, Adapted, ReturnsDataclass, ReturnsDict, ReturnsTuple, ReturnsNamed),
+    *(Small, OwnParameters, Adapted, ReturnsDataclass, ReturnsDict, ReturnsTuple, ReturnsNamed, ReturnsDistribution),
 ]
 
 
 def _tensor(output: Any) -> torch.Tensor:
     if isinstance(output, dict):
         return output["x"]
+    if isinstance(output, Independent):
+        return output.mean
     return output.x if isinstance(output, (Output, Named)) else output[0] if isinstance(output, tuple) else output
 
 
@@ -273,7 +281,7 @@ class Drawn:
             [
                 {"fsdp_auto_wrap_policy": "NO_WRAP"},
                 {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": draw.choice([20, 60, 200])},
-                {"fsdp_transformer_layer_cls_to_wrap": draw.sample(names, draw.randint(1, len(names)))},
+                *[{"fsdp_transformer_layer_cls_to_wrap": draw.sample(names, draw.randint(1, len(names)))}] * 3,
             ]
         )
         self.accumulation = draw.randint(1, 3)
