@@ -798,6 +798,7 @@ def test_the_words_for_a_failure():
         ("Encountered gradient which is undefined, but still allreduced by DDP reducer.", "call backward once"),
         ("Could not resolve the process group registered under the name 0", "end_training() after the last save"),
         ("Expected to mark a variable ready only once. This error is caused by", "use_reentrant=False"),
+        ("Expected to mark a variable ready only once. This error is caused by", "out of a penalty on the weights"),
         ("Trying to backward an extra time. You are only allowed", "shardkit.recompute: blocks"),
         ("Default process group has not been initialized, please", "`if accelerator.num_processes > 1:`"),
     ):

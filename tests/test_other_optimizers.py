@@ -139,10 +139,28 @@ class OwnOperator(Rule):
         return torch.zeros_like(p)
 
 
+@torch.compile(dynamic=False, fullgraph=True, backend="aot_eager")
+def adam_update(g: torch.Tensor, moment: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    moment.lerp_(g, 0.1)
+    variance.lerp_(g.square(), 0.05)
+    return moment / ((variance / (1 - 0.95**count)).sqrt() + 0.1 + g.norm())
+
+
+class CompilesItsUpdate(Rule):
+    def update(self, p: Any, g: Any, state: dict[str, Any]) -> Any:
+        if not state:
+            state.update(moment=torch.zeros_like(p), variance=torch.zeros_like(p), count=torch.tensor(0.0))
+        state["count"] += 1
+        return adam_update(g, state["moment"], state["variance"], state["count"])
+
+
 class WritesToFlat(Rule):
     def update(self, p: Any, g: Any, state: dict[str, Any]) -> Any:
         g.flatten().clamp_(-0.1, 0.1)
         return g
+
+
+KINDS = [NormsInPlace, Factored, Preconditioned, Flat, Lacking, Foreach, OwnOperator, CompilesItsUpdate]
 
 
 def batch(number: int) -> torch.Tensor:
@@ -173,10 +191,34 @@ def distance(kind: type[Rule], strategy: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [NormsInPlace, Factored, Preconditioned, Flat, Lacking, Foreach, OwnOperator])
+@pytest.mark.parametrize(
+    "kind", [NormsInPlace, Factored, Preconditioned, Flat, Lacking, Foreach, OwnOperator, CompilesItsUpdate]
+)
 @pytest.mark.parametrize("world", [2, 3])
 def test_weights_are_those_of_one_process(ranks, kind, world):
     assert max(ranks.run(world, distance, kind, 1)) < 1e-5
+
+
+def trained_with_fused_kernels(kind: str, strategy: int) -> dict[str, torch.Tensor]:
+    """The weights after three steps of an optimizer that is not prepared."""
+    torch.manual_seed(1)
+    accelerator = Accelerator(config=Config(use_cpu=True, fsdp_config={"fsdp_sharding_strategy": strategy}))
+    model, rank, world = accelerator.prepare(Net()), accelerator.process_index, accelerator.num_processes
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, fused=True, **FUSED[kind])
+    for number in range(3):
+        accelerator.backward(model(batch(number).chunk(world)[rank]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+FUSED: dict[str, Any] = {"SGD": {"momentum": 0.9, "weight_decay": 0.1}, "Adagrad": {}, "AdamW": {}}
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_fused_kernels_of_an_optimizer_that_is_not_prepared(ranks, kind):
+    (expected,) = ranks.run(1, trained_with_fused_kernels, kind, 3)
+    torch.testing.assert_close(ranks.run(2, trained_with_fused_kernels, kind, 1)[0], expected)
 
 
 def test_the_memory_of_any_state_is_measured(alone):
@@ -214,6 +256,30 @@ def error_of_closure() -> str:
     with pytest.raises(RuntimeError) as caught:
         optimizer.step(closure)
     return str(caught.value)
+
+
+def stances_in_step() -> list[str]:
+    """torch.compile's stance in the closure, which may run a compiled model, and after it in the optimizer's step."""
+    found: list[str] = []
+
+    def stance() -> torch.Tensor:
+        found.append(torch._dynamo.eval_frame._stance.stance)
+        return torch.zeros(())
+
+    class Notes(NormsInPlace):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            stance()
+
+    accelerator = Accelerator(config=Config(use_cpu=True, fsdp_config={"fsdp_sharding_strategy": 1}))
+    _, optimizer = accelerator.prepare(model := Net(), Notes(model.parameters()))
+    optimizer.step(stance)
+    stance()
+    return found
+
+
+def test_only_the_update_runs_without_the_compiler(ranks):
+    assert ranks.run(2, stances_in_step)[0] == ["default", "force_eager", "default"]
 
 
 def test_an_error_of_the_closure_stays_as_it_is(ranks):

@@ -42,6 +42,27 @@ def refusal(function: Any) -> str:
 # ---- what is carried over ----
 
 
+@torch.compile(backend="aot_eager")
+def compiled_square(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.square().sum()
+
+
+def in_a_compiled_function() -> tuple[float, float, float]:
+    accelerator = accelerator_for(1)
+    model = accelerator.prepare(Net(8))
+    weight = model.parts[0].up.weight
+    (gradient,) = torch.autograd.grad(compiled_square(weight), weight)
+    expected = weight.full_tensor().detach()
+    found = compiled_square(weight).full_tensor() - expected.square().sum()
+    return float(found.abs()), float((gradient.full_tensor() - 2 * expected).abs().max()), float(expected.abs().max())
+
+
+@pytest.mark.slow
+def test_a_compiled_function_takes_a_sharded_parameter(ranks):
+    error, error_of_gradient, largest = ranks.run(2, in_a_compiled_function)[1]
+    assert error < 1e-4 and error_of_gradient < 1e-6 < largest
+
+
 def carried(strategy: int) -> tuple[Any, ...]:
     accelerator, model, heard = accelerator_for(strategy), Net(), []
     model.embed.weight._no_weight_decay = True
@@ -95,6 +116,73 @@ def test_modules_whose_weights_cannot_be_sharded_or_kept_equal_are_refused(ranks
         for text in ranks.run(2, with_a_module_of_kind, strategy, "limited"):
             assert "model: extra changes its weight in forward" in text and "(got max_norm=0.5)" in text
     assert ranks.run(1, with_a_module_of_kind, 3, "limited") == [""]
+
+
+class OwnParameters(Net):
+    """Its `parameters()` takes no argument, and leaves out the embedding, which stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def parameters(self) -> Any:
+        yield from (p for p in super().parameters() if p is not self.embed.weight)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.scale
+
+
+class HoldsOwnParameters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = OwnParameters()
+        self.recurrent = nn.RNN(11, 11, batch_first=True)
+
+    def parameters(self) -> Any:
+        return nn.Module.parameters(self)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.recurrent(self.inner(tokens))[0]
+
+
+class NamesWithout(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return ((name, p) for name, p in super().named_parameters(*args, **kwargs) if name != "scale")
+
+
+def trained_as_redefined(strategy: int, kind: type[nn.Module]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    accelerator, model = accelerator_for(strategy), kind()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD([*model.parameters()], lr=0.5))
+    for _ in range(2):
+        accelerator.backward(loss_of(model, batch()))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize("kind", [OwnParameters, HoldsOwnParameters])
+@pytest.mark.parametrize("strategy", [1, 2, 3])
+def test_a_class_may_redefine_parameters_without_their_arguments(ranks, strategy, kind):
+    (plain,), (found, _) = (
+        ranks.run(1, trained_as_redefined, 3, kind),
+        ranks.run(2, trained_as_redefined, strategy, kind),
+    )
+    torch.testing.assert_close(found, plain)
+
+
+def names_without(strategy: int) -> str:
+    return refusal(lambda: accelerator_for(strategy).prepare(NamesWithout()))
+
+
+def test_a_class_whose_named_parameters_leave_some_out_is_refused_where_fsdp_would(ranks):
+    assert "NamesWithout leaves out its own parameters" in ranks.run(2, names_without, 1)[1]
+    assert ranks.run(2, names_without, 3) == ["", ""]
 
 
 def with_a_hook_after_accumulation() -> str:

@@ -38,7 +38,7 @@ from shardkit.compat.window import GradientState
 from shardkit.config.schema import StateDictType
 from shardkit.distributed import collectives
 from shardkit.distributed.collectives import leaves
-from shardkit.distributed.tensors import is_fsdp
+from shardkit.distributed.tensors import every_parameter, is_fsdp
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import accelerator as own
@@ -246,7 +246,7 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
     def get_state_dict(self, model: nn.Module, *others: Any, **options: Any) -> dict[str, Any]:
         """As shardkit's. Raises UsageError where the script calls it on the main process only and the model is
         sharded: rank 0 would gather it from ranks that are elsewhere."""
-        if isinstance(model, nn.Module) and objects.has_sharded([*model.parameters()]):
+        if isinstance(model, nn.Module) and objects.has_sharded([*every_parameter(model)]):
             self._is_called_on_one_rank("get_state_dict", sys._getframe(1))
         return super().get_state_dict(model, *others, **options)
 

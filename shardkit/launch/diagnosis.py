@@ -67,7 +67,8 @@ _BY_MESSAGE = (
     (
         "Expected to mark a variable ready only once",
         "DDP takes the gradient of a parameter from one backward only: recompute by "
-        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or use a sharded strategy",
+        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); leave parameters that forward did not use out of "
+        "a penalty on the weights; or use a sharded strategy",
     ),
     (
         "Trying to backward an extra time",

@@ -71,7 +71,7 @@ def tracked_forward(model: nn.Module, blocks: dict[str, nn.Module], loss: LossFu
     tracker = MemoryTracker()
     _mark_forward(blocks, tracker, set())
     with tracker:
-        tracker.count([*model.parameters(), *model.buffers()], "parameters")
+        tracker.count([*every_parameter(model), *model.buffers()], "parameters")
         tracker.enter("forward", "the root")
         held = loss(model)
         tracker.enter("end")

@@ -31,6 +31,7 @@ from shardkit.sharding import (
     fsdp_internals,
     fsdp_unit,
     fsdp_unused,
+    fused_steps,
     hooks,
     in_place,
     numbers_of_tensors,
@@ -96,7 +97,7 @@ def _keep_weights_apart(model: nn.Module, managed: Container[int]) -> None:
     """Recurrent networks otherwise move their weights into one memory, at a forward on a GPU that finds others than
     before: gathered ones would no longer be what FSDP gathers into. cuDNN now joins them in each forward, and warns."""
     for module in model.modules():
-        if isinstance(module, nn.RNNBase) and any(id(p) in managed for p in module.parameters(recurse=False)):
+        if isinstance(module, nn.RNNBase) and any(id(p) in managed for p in module._parameters.values()):
             module.__dict__["flatten_parameters"] = _flattens_nothing
             warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk", UserWarning)
 
@@ -170,7 +171,7 @@ class Carried:
 # What sharded tensors do that torch's DTensors do not.
 _BEHAVIOURS = (
     random_values, numbers_of_tensors, in_place, assigned_data, reductions, copied_parts, flattened, pickled_parts,
-    composite_operators, chosen_rows, plain_operands, torch_collectives,
+    composite_operators, chosen_rows, fused_steps, plain_operands, torch_collectives,
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakSet, ref
 
 import torch
+from torch._guards import TracingContext
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -49,6 +50,10 @@ def _run_backward(
     accumulate_grad: bool,
 ) -> Any:
     """Runs with gathered parameters in the place of sharded ones. Collective where `inputs` has such."""
+    if TracingContext.try_get() is not None:  # torch.compile's own, through a function of sharded parameters
+        return run(
+            outputs, gradients, retain_graph, create_graph, inputs, allow_unreachable, accumulate_grad=accumulate_grad
+        )
     for output in outputs:
         keep_plain(output)
     gathered = {number: tensor for number, one in enumerate(inputs) if (tensor := _gathered(one)) is not None}

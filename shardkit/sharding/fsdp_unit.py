@@ -50,7 +50,7 @@ from shardkit.sharding.fsdp_internals import (
 from shardkit.sharding.fsdp_recovery import recover_if_broken_off, recover_if_raised
 from shardkit.sharding.hooks import accumulates, hook_weakly, is_in_backward, track_autograd
 from shardkit.sharding.offloaded_gradients import Turns
-from shardkit.sharding.outputs import LeftOnModules, may_be_differentiated
+from shardkit.sharding.outputs import LeftOnModules, in_objects, may_be_differentiated
 from shardkit.sharding.trace import Trace, set_trace
 
 
@@ -167,7 +167,7 @@ class UnitGroup(FSDPParamGroup):
         if is_in_backward():
             return output
         if torch.is_grad_enabled() and (self._is_trained() or may_be_differentiated(output)):
-            if self._left is not None and (left := self._left.tensors()):
+            if self._left is not None and (left := [*self._left.tensors(), *in_objects(output)]):
                 self._state._register_pre_backward_hook(left)
             if self.is_unsharded:
                 self._park()

@@ -1,10 +1,12 @@
 """The outputs of a unit's forward, and tensors that it stores on its modules: backward may start from both."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
@@ -15,6 +17,9 @@ def without_views(output: Any) -> Any:
         return output
     if isinstance(output, torch.Tensor):
         return _own(output)
+    for holder, name, value in _attributes(output):
+        if any(_is_computed(leaf) and leaf._is_view() for leaf in tree_leaves(value)):
+            object.__setattr__(holder, name, tree_map_only(torch.Tensor, _own, value))  # of a frozen dataclass, too
     return tree_map_only(torch.Tensor, _own, output)
 
 
@@ -32,6 +37,27 @@ class _Own(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         return gradients[0]
+
+
+def in_objects(output: Any) -> list[torch.Tensor]:
+    """The tensors with a grad_fn in objects that a forward returns. torch looks into dataclasses since 2.13 only, and
+    never into other objects, such as a distribution: a backward from them would read freed memory."""
+    if isinstance(output, torch.Tensor):
+        return []
+    return [leaf for _, _, value in _attributes(output) for leaf in tree_leaves(value) if _is_computed(leaf)]
+
+
+def _attributes(output: Any) -> Iterator[tuple[Any, str, Any]]:
+    """(object, name, value) of the attributes of objects in the output; of objects in these, only where they are parts
+    of a dataclass or a distribution: another object, such as a cache, may hold the tensors of all blocks."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, (torch.Tensor, nn.Module, type)):
+            continue
+        named = {field.name: getattr(leaf, field.name, None) for field in fields(leaf)} if is_dataclass(leaf) else {}
+        for name, value in {**named, **getattr(leaf, "__dict__", {})}.items():
+            yield leaf, name, value
+            if is_dataclass(leaf) or isinstance(leaf, Distribution):
+                yield from _attributes(value)
 
 
 def may_be_differentiated(output: Any) -> bool:

@@ -206,7 +206,8 @@ def _unfit(model: nn.Module, config: Config) -> list[str]:
     """Problems of a model that cannot be parallelized."""
     for module in model.modules():
         name = type(module).__name__
-        if is_fsdp(module) or any(_is_spread(parameter, config) for parameter in module.parameters(recurse=False)):
+        own = (parameter for parameter in module._parameters.values() if parameter is not None)
+        if is_fsdp(module) or any(_is_spread(parameter, config) for parameter in own):
             return [
                 f"model: is already sharded (got a sharded {name} in it), by the script, by an Accelerator with other "
                 "settings, or as a part of another model; build the model anew, and prepare it once."
@@ -266,11 +267,26 @@ def _unfit_for_fsdp(model: nn.Module) -> list[str]:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
     ]
     problems += [
+        f"model: named_parameters of {type(module).__name__} leaves out its own parameters, which FSDP would not shard "
+        f"(got {fqn or 'the model'} without {', '.join(left_out)}); redefine parameters() instead, or use strategy "
+        "NO_SHARD."
+        for fqn, module in model.named_modules()
+        if (left_out := _left_out_by_name(module))
+    ]
+    problems += [
         f"model: {name} is a TorchScript module, whose parameters FSDP cannot shard; give the module that it was made "
         "from, or use strategy NO_SHARD."
         for name in _scripts(model)
     ]
     return problems
+
+
+def _left_out_by_name(module: nn.Module) -> list[str]:
+    """The module's own parameters that a redefined `named_parameters`, by which FSDP finds them, leaves out."""
+    if type(module).named_parameters is nn.Module.named_parameters:
+        return []
+    found = {id(parameter) for _, parameter in module.named_parameters(recurse=False)}
+    return [name for name, p in module._parameters.items() if p is not None and id(p) not in found]
 
 
 def _unfit_for_xla(model: nn.Module) -> list[str]:

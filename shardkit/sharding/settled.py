@@ -6,7 +6,8 @@
 They take norms and change them in place, call foreach operators that DTensor lacks, keep plain tensors in their state,
 flatten. Inside the context each of these gives what it gives on whole tensors: values that are pending (Partial) are
 reduced at once, foreach operators run tensor by tensor, plain tensors count as equal on all ranks, and an operator that
-DTensor lacks runs on the whole tensors.
+DTensor lacks runs on the whole tensors. Updates that the optimizer compiles itself run without the compiler, which
+would take the operations to DTensor's own.
 """
 
 from __future__ import annotations
@@ -42,19 +43,23 @@ class Settled(TorchFunctionMode):
     def __enter__(self) -> Any:
         self._replication = implicit_replication()
         self._replication.__enter__()
+        self._compile_nothing = torch.compiler.set_stance("force_eager")
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._compile_nothing.__exit__(*error)
         self._replication.__exit__(*error)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Inside, operations are torch's own: for the closure, which runs the model."""
         found, self._is_on = self._is_on, False
+        self._compile_nothing.__exit__(None, None, None)
         try:
             yield
         finally:
+            self._compile_nothing.__enter__()
             self._is_on = found
 
     def __torch_function__(

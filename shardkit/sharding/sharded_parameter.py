@@ -146,6 +146,13 @@ class ShardedParameter(DTensor):
     def _in_backward_optimizers(self, _: Any) -> None:
         raise UsageError(f"parameter: got an optimizer in backward, {IN_BACKWARD}")
 
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors: Any, spec: Any, outer_size: Any, outer_stride: Any) -> Any:
+        """As DTensor's, of this class: a function compiled by torch.compile expects what it was traced with."""
+        made: Any = DTensor.__tensor_unflatten__(inner_tensors, spec, outer_size, outer_stride)
+        made.__class__ = ShardedParameter
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)

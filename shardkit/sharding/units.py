@@ -50,7 +50,7 @@ def blocks_of(model: nn.Module, config: FsdpConfig) -> list[nn.Module]:
 
 
 def _bound(model: nn.Module, decided: Cut) -> Units:
-    parameters = dict(model.named_parameters())
+    parameters = dict(nn.Module.named_parameters(model))
     return Units(
         decided,
         [

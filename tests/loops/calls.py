@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributions import Independent, Normal
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -98,20 +99,65 @@ class Output:
     other: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    inner: Output
+
+    @property
+    def loss(self) -> torch.Tensor:
+        return self.inner.loss
+
+
 class Opaque:
     def __init__(self, loss: torch.Tensor) -> None:
         self.loss = loss
 
 
-for _name, _wrap in {
+_ODD: dict[str, Callable[[Any], Any]] = {
     "a_dataclass": Output,
+    "a_dataclass_in_a_frozen_one": lambda loss: Frozen(Output(loss)),
     "a_namespace": lambda loss: SimpleNamespace(loss=loss),
     "an_object": Opaque,
-}.items():
+}
+for _name, _wrap in _ODD.items():
     LOOPS[f"forward_returns_{_name}"] = Loop(_odd_outputs(_wrap, lambda output: output.loss, True))
     LOOPS[f"forward_returns_{_name}_without_blocks"] = Loop(
         _odd_outputs(_wrap, lambda output: output.loss, False), fsdp=WHOLE
     )
+
+
+def _odd_outputs_of_blocks(wrap: Callable[[Any], Any], unwrap: Callable[[Any], Any]) -> Any:
+    """What a block returns is no tensor, and the model changes it in place."""
+
+    class OddPart(Part):
+        def forward(self, x: torch.Tensor) -> Any:
+            return wrap(super().forward(x).view(x.shape))
+
+    class Holder(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(OddPart(7) for _ in range(2))
+
+        def features(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embed(tokens)
+            for part in self.parts:
+                x = unwrap(part(x))
+                x += 0.1
+            return self.norm(x)
+
+    def odd_outputs(run: Run) -> None:
+        torch.manual_seed(0)
+        train(run, *started(run, Holder()))
+
+    return odd_outputs
+
+
+_ODD_PARTS = {"fsdp_transformer_layer_cls_to_wrap": "OddPart"}
+for _name, _wrap in _ODD.items():
+    LOOPS[f"blocks_return_{_name}"] = Loop(_odd_outputs_of_blocks(_wrap, lambda output: output.loss), fsdp=_ODD_PARTS)
+LOOPS["blocks_return_a_distribution"] = Loop(
+    _odd_outputs_of_blocks(lambda x: Independent(Normal(x, 1.0), 1), lambda output: output.mean), fsdp=_ODD_PARTS
+)
 
 
 LOOPS["forward_returns_a_dict_of_lists"] = Loop(
