@@ -25,6 +25,9 @@ LOG_DIR = "SHARDKIT_LOG_DIR"
 LAUNCHER_PID = "SHARDKIT_LAUNCHER_PID"
 """The launcher's pid; ranks are killed when it dies."""
 
+LAUNCHED = "SHARDKIT_LAUNCHED"
+"""The mark of a rank, until it makes its Accelerator (`env.mark`)."""
+
 MEASURE = "SHARDKIT_MEASURE"
 """Set to 1 by --measure: the runtime records the peak memory."""
 
