@@ -16,6 +16,17 @@ from shardkit.runtime import settings, step_boundary, summary
 from tests.training import FULL, Model, Points
 
 
+def test_a_flag_in_code_is_true_or_false_and_no_text():
+    """As of a script's own flag without a type: "false" would be true."""
+    with pytest.raises(ConfigError) as caught:
+        Accelerator(cpu="false", split_batches="no", even_batches=2)
+    assert str(caught.value).splitlines() == [
+        "Accelerator(cpu=...): must be True or False (got 'false'); convert it.",
+        "Accelerator(split_batches=...): must be True or False (got 'no'); convert it.",
+        "Accelerator(even_batches=...): must be True or False (got 2); convert it.",
+    ]
+
+
 def different_configurations() -> str:
     with pytest.raises(ConfigError) as caught:
         Accelerator(config=FULL, gradient_accumulation_steps=1 + dist.get_rank())

@@ -62,6 +62,7 @@ def settings(
     with the arguments applied. Raises ConfigError with all problems."""
     found = _from_code(given) if given is not None else _from_outside()
     _check_arguments(mixed_precision, gradient_accumulation_steps)
+    _check_flags({"cpu": cpu, "split_batches": split_batches, "even_batches": even_batches})
     for argument, name, value in (
         ("mixed_precision", "mixed_precision", read_precision(mixed_precision)),
         ("gradient_accumulation_steps", "shardkit.gradient_accumulation_steps", gradient_accumulation_steps),
@@ -217,3 +218,14 @@ def _check_arguments(mixed_precision: str | None, gradient_accumulation_steps: i
         )
     if gradient_accumulation_steps is not None:
         check_accumulation(gradient_accumulation_steps)
+
+
+def _check_flags(arguments: Mapping[str, bool | None]) -> None:
+    """Raises ConfigError where one is neither true nor false: the text "false" would be true."""
+    problems = [
+        f"Accelerator({name}=...): must be True or False (got {value!r}); convert it."
+        for name, value in arguments.items()
+        if value is not None and value not in (True, False)
+    ]
+    if problems:
+        raise ConfigError(problems)
