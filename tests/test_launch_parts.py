@@ -335,6 +335,8 @@ def test_the_script_that_was_meant_is_named(tmp_path, monkeypatch):
     assert "give the script alone, without python3" in texts(preflight.script_problems("python3", False))
     Path("train.ipynb").write_text('{"cells": [], "nbformat": 4}')
     assert "train.ipynb is a notebook; call notebook_launcher" in texts(preflight.script_problems("train.ipynb", False))
+    Path("a b.yaml").touch()
+    assert "give it so: --config 'a b.yaml' SCRIPT.py." in texts(preflight.script_problems("a b.yaml", False))
 
 
 @pytest.mark.parametrize(
