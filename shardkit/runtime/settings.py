@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
 
@@ -173,13 +174,23 @@ def _from_code(given: Config | Mapping[str, Any] | str | Path) -> Settings:
     elif isinstance(given, Mapping):
         # Checks across keys need the world size, which the launcher sets where the code does not.
         whole = {"num_processes": launched().world_size, **given}
-        loaded = files.read_text(json.dumps(whole, default=str), "Accelerator(config=...)")
+        loaded = files.read_text(json.dumps(whole, default=_plain), "Accelerator(config=...)")
         chosen = [name for name in loaded.chosen if name in given or name != "num_processes"]
         found = Settings(loaded.config, dict.fromkeys(chosen, "Accelerator(config=...)"))
-    else:
+    elif isinstance(given, (str, PathLike)):
         loaded = files.resolve(Path(given), ranks=launched().world_size)
         found = Settings(loaded.config, loaded.chosen)
+    else:
+        raise ConfigError(
+            f"Accelerator(config=...): expected settings, or the path of a file (got {type(given).__name__}); give a "
+            "dict by the names of shardkit.yaml, a shardkit.Config, or a path."
+        )
     return _with_launch(found)
+
+
+def _plain(value: Any) -> Any:
+    """A value of a dict as JSON has it: sections may be of any class of mappings."""
+    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 def _with_launch(found: Settings) -> Settings:
