@@ -574,6 +574,16 @@ def test_the_note_on_the_cpu_is_for_scripts_on_accelerate():
     assert environment.cpu_note(two, "cuda", "import accelerate") is None
 
 
+def test_a_script_that_spawns_ranks_is_noted_and_one_that_mentions_it_is_not():
+    for call in ("mp.spawn", "torch.multiprocessing.spawn", "mp.start_processes"):
+        said = environment.spawn_note(f"if True:\n    {call}(main, nprocs=2)\n")
+        assert said.startswith(
+            f"note: the script calls {call.removeprefix('torch.')}, and launch starts the ranks already"
+        )
+    for source in ("# was mp.spawn(main)", "mp.Process(target=f)", "spawn = 1", ""):
+        assert environment.spawn_note(source) is None
+
+
 def test_devices_are_hidden_or_chosen():
     assert launch_spec(config(use_cpu=True), "a.py").environment["CUDA_VISIBLE_DEVICES"] == ""
     assert launch_spec(config(gpu_ids="0, 3"), "a.py").environment["CUDA_VISIBLE_DEVICES"] == "0,3"

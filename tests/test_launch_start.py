@@ -339,23 +339,28 @@ import torch.multiprocessing as mp
 from shardkit import Accelerator
 
 def main(rank):
+    if sys.argv[2:] == ["world"]:
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29517")
     accelerator = Accelerator(cpu=True)
     print("ranks:", accelerator.num_processes)
 
 if __name__ == "__main__":
-    if sys.argv[2:]:
+    if sys.argv[2:] == ["trains"]:
         accelerator = Accelerator(cpu=True)
     mp.start_processes(main, nprocs=2, start_method=sys.argv[1])
 """
 
 
 @is_slow
-@pytest.mark.parametrize(("ranks", "method"), [("2", "fork"), ("2", "spawn"), ("1", "fork")])
-def test_a_script_that_spawns_its_own_ranks_is_told_that_launch_does(tmp_path, ranks, method):
+@pytest.mark.parametrize(
+    ("ranks", "arguments"), [("2", ["fork"]), ("2", ["spawn"]), ("1", ["fork"]), ("2", ["fork", "world"])]
+)
+def test_a_script_that_spawns_its_own_ranks_is_told_that_launch_does(tmp_path, ranks, arguments):
     """Those of one rank each took themselves for it: they waited without end, or each trained alone."""
     (tmp_path / "own ranks.py").write_text(SPAWNS)
-    done = launch(tmp_path, "-n", ranks, "own ranks.py", method)
+    done = launch(tmp_path, "-n", ranks, "own ranks.py", *arguments)
     assert done.returncode == 1 and "ranks:" not in done.stdout
+    assert "note: the script calls mp.start_processes, and launch starts the ranks already: call its" in done.stderr
     assert "has started this process with multiprocessing (got a child of process" in done.stderr
     remedy = "call its function directly, since launch starts the ranks: shardkit launch -n 2 'own ranks.py'"
     assert remedy in done.stderr.partition("failed first")[2], done.stderr

@@ -28,6 +28,9 @@ LAUNCHER_PID = "SHARDKIT_LAUNCHER_PID"
 LAUNCHED = "SHARDKIT_LAUNCHED"
 """The mark of a rank, until it makes its Accelerator (`env.mark`)."""
 
+BY_LAUNCHER = ("TORCHELASTIC_RUN_ID",)
+"""Variables of every launcher, which a script that starts processes by itself does not set."""
+
 MEASURE = "SHARDKIT_MEASURE"
 """Set to 1 by --measure: the runtime records the peak memory."""
 
