@@ -91,6 +91,23 @@ def _counts_machines() -> bool:
     return "KUBERNETES_SERVICE_HOST" in os.environ or not is_loopback
 
 
+def mark(name: str, variables: Iterable[str]) -> None:
+    """Sets a variable from which `marked_parent` tells a process that this one starts."""
+    os.environ[name] = f"{os.getpid()} {_values(variables)}"
+
+
+def marked_parent(name: str, variables: Iterable[str]) -> int | None:
+    """The process that has marked itself and then started this one as a rank of its own run: the variables, of which
+    another launcher sets others, are the same. None in the marked process itself, and where there is none."""
+    process_id, _, values = os.environ.get(name, "").partition(" ")
+    is_child = process_id not in ("", str(os.getpid()))
+    return int(process_id) if is_child and "RANK" in os.environ and values == _values(variables) else None
+
+
+def _values(variables: Iterable[str]) -> str:
+    return " ".join(os.environ.get(name) or "-" for name in variables)
+
+
 def config_path() -> Path | None:
     """The configuration file in $SHARDKIT_CONFIG, with `~` expanded, as no shell does for a service."""
     value = os.environ.get(CONFIG)

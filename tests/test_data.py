@@ -403,8 +403,10 @@ def test_skipping_by_hand_replaces_the_restored_position():
     plain = skip_first_batches(DataLoader(Numbers(), batch_size=4), 9)
     assert plain.batch_size == 4 and len(plain.dataset) == 40 and len(copy.deepcopy(plain)) == 1
     assert (flat(plain), len(plain)) == ([36, 37, 38, 39], 1)
-    with pytest.raises(UsageError, match="must not be negative"):
-        skip_first_batches(loaders[0], -1)
+    for wrong, got in ((-1, "-1"), (9 / 3, r"3\.0"), ("3", "'3'"), (None, "None")):
+        with pytest.raises(UsageError, match=rf"must be an integer of at least 0 \(got {got}\); divide by //"):
+            skip_first_batches(loaders[0], wrong)
+    assert len(list(skip_first_batches(loaders[0], numpy.int64(3)))) == 2
 
 
 def test_leaving_an_epoch_early_ends_it():

@@ -335,6 +335,8 @@ def test_the_script_that_was_meant_is_named(tmp_path, monkeypatch):
     assert "give the script alone, without python3" in texts(preflight.script_problems("python3", False))
     Path("train.ipynb").write_text('{"cells": [], "nbformat": 4}')
     assert "train.ipynb is a notebook; call notebook_launcher" in texts(preflight.script_problems("train.ipynb", False))
+    Path("a b.yaml").touch()
+    assert "give it so: --config 'a b.yaml' SCRIPT.py." in texts(preflight.script_problems("a b.yaml", False))
 
 
 @pytest.mark.parametrize(
@@ -570,6 +572,16 @@ def test_the_note_on_the_cpu_is_for_scripts_on_accelerate():
     assert "runs as DDP (on GPUs: FULL_SHARD); with --as-accelerate" in str(said)
     assert environment.cpu_note(two, "cpu", "from shardkit import Accelerator\nimport transformers") is None
     assert environment.cpu_note(two, "cuda", "import accelerate") is None
+
+
+def test_a_script_that_spawns_ranks_is_noted_and_one_that_mentions_it_is_not():
+    for call in ("mp.spawn", "torch.multiprocessing.spawn", "mp.start_processes"):
+        said = environment.spawn_note(f"if True:\n    {call}(main, nprocs=2)\n")
+        assert said.startswith(
+            f"note: the script calls {call.removeprefix('torch.')}, and launch starts the ranks already"
+        )
+    for source in ("# was mp.spawn(main)", "mp.Process(target=f)", "spawn = 1", ""):
+        assert environment.spawn_note(source) is None
 
 
 def test_devices_are_hidden_or_chosen():

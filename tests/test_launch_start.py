@@ -37,7 +37,7 @@ def portrait(folder: Path, start: str) -> dict:
     done = launch(folder, *shown, str(SCRIPTS / "self_portrait.py"), "--lr", "1", options=options)
     assert done.returncode == 0 and "ResourceWarning" not in done.stderr, done.stderr
     found = json.loads(done.stdout)
-    for changing in ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE"):
+    for changing in ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", names.LAUNCHED):
         found["variables"].pop(changing, None)
     return found
 
@@ -331,3 +331,77 @@ def test_a_script_that_a_rank_starts_does_not_wait_for_the_ranks_of_its_run(tmp_
     assert "Accelerator: this process was started by rank 0 of a run (process" in refused
     assert "start it by: shardkit launch -n 1 child.py, or without these variables." in refused
     assert "ranks: 1" in without and "ranks: 1" in launched
+
+
+SPAWNS = """
+import os, sys
+import torch.multiprocessing as mp
+from shardkit import Accelerator
+
+def main(rank):
+    if sys.argv[2:] == ["world"]:
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29517")
+    accelerator = Accelerator(cpu=True)
+    print("ranks:", accelerator.num_processes)
+
+if __name__ == "__main__":
+    if sys.argv[2:] == ["trains"]:
+        accelerator = Accelerator(cpu=True)
+    mp.start_processes(main, nprocs=2, start_method=sys.argv[1])
+"""
+
+
+@is_slow
+@pytest.mark.parametrize(
+    ("ranks", "arguments"), [("2", ["fork"]), ("2", ["spawn"]), ("1", ["fork"]), ("2", ["fork", "world"])]
+)
+def test_a_script_that_spawns_its_own_ranks_is_told_that_launch_does(tmp_path, ranks, arguments):
+    """Those of one rank each took themselves for it: they waited without end, or each trained alone."""
+    (tmp_path / "own ranks.py").write_text(SPAWNS)
+    done = launch(tmp_path, "-n", ranks, "own ranks.py", *arguments)
+    assert done.returncode == 1 and "ranks:" not in done.stdout
+    assert "note: the script calls mp.start_processes, and launch starts the ranks already: call its" in done.stderr
+    assert "has started this process with multiprocessing (got a child of process" in done.stderr
+    remedy = "call its function directly, since launch starts the ranks: shardkit launch -n 2 'own ranks.py'"
+    assert remedy in done.stderr.partition("failed first")[2], done.stderr
+
+
+@is_slow
+def test_a_process_of_a_rank_that_is_alone_may_be_a_run_of_its_own(tmp_path):
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    done = launch(tmp_path, "-n", "1", "spawns.py", "fork", "trains")
+    assert (done.returncode, done.stdout) == (0, "ranks: 1\nranks: 1\n"), done.stderr
+
+
+WRAPS = """
+import subprocess, sys
+sys.exit(subprocess.run([sys.executable, "child.py"]).returncode)
+"""
+
+
+@is_slow
+def test_a_rank_may_run_the_script_as_a_program_in_its_place(tmp_path):
+    (tmp_path / "wraps.py").write_text(WRAPS)
+    (tmp_path / "child.py").write_text(CHILD)
+    done = launch(tmp_path, "-n", "2", "wraps.py")
+    assert (done.returncode, done.stdout) == (0, "ranks: 2\nranks: 2\n"), done.stderr
+
+
+ELASTIC = """
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from shardkit import Accelerator
+
+def main():
+    return Accelerator(cpu=True).num_processes
+
+if __name__ == "__main__":
+    start = LaunchConfig(1, 1, 2, run_id="own", rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork")
+    print("ranks:", elastic_launch(start, main)()[0])
+"""
+
+
+@is_slow
+def test_torch_elastic_in_a_rank_starts_a_world_of_its_own(tmp_path):
+    (tmp_path / "elastic.py").write_text(ELASTIC)
+    done = launch(tmp_path, "elastic.py")
+    assert done.returncode == 0 and "ranks: 2" in done.stdout, done.stderr

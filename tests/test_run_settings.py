@@ -1,6 +1,7 @@
 """The configuration of a run, given in code, by a file, or different on one rank; and the table that shows it."""
 
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,25 @@ from shardkit.config.schema import Config, DistributedType
 from shardkit.errors import ConfigError, Preempted, UsageError
 from shardkit.runtime import settings, step_boundary, summary
 from tests.training import FULL, Model, Points
+
+
+def test_a_flag_in_code_is_true_or_false_and_no_text():
+    """As of a script's own flag without a type: "false" would be true."""
+    with pytest.raises(ConfigError) as caught:
+        Accelerator(cpu="false", split_batches="no", even_batches=2)
+    assert str(caught.value).splitlines() == [
+        "Accelerator(cpu=...): must be True or False (got 'false'); convert it.",
+        "Accelerator(split_batches=...): must be True or False (got 'no'); convert it.",
+        "Accelerator(even_batches=...): must be True or False (got 2); convert it.",
+    ]
+
+
+def test_settings_in_code_are_of_any_class_of_mappings_and_nothing_else():
+    section = MappingProxyType({"seed": 5})
+    given = MappingProxyType({"distributed_type": "NO", "use_cpu": True, "shardkit": section})
+    assert Accelerator(config=given).config.shardkit.seed == 5
+    with pytest.raises(ConfigError, match=r"config=\.\.\.\): expected settings, .*\(got SimpleNamespace\)"):
+        Accelerator(config=SimpleNamespace(use_cpu=True))
 
 
 def different_configurations() -> str:

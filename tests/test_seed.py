@@ -8,6 +8,7 @@ import torch
 
 from shardkit.distributed import random_state
 from shardkit.distributed.seed import set_seed
+from shardkit.errors import UsageError
 from tests.ranks import log_lines
 
 
@@ -36,6 +37,18 @@ def test_issue_9_3_the_largest_seed_may_still_differ_by_rank(monkeypatch):
     monkeypatch.setattr("shardkit.distributed.seed.rank", lambda: 3)
     set_seed(2**64 - 1, device_specific=True)
     assert torch.initial_seed() == 2
+
+
+@pytest.mark.parametrize("seed", [None, "42", 42.0])
+def test_a_seed_that_is_no_integer_is_refused_before_any_generator_has_it(seed):
+    """As of a script's flag that was left out, or has no type=int."""
+    before = random.getstate()
+    with pytest.raises(
+        UsageError, match=r"set_seed: the seed must be an integer \(got .*\); convert it, as by type=int"
+    ):
+        set_seed(seed, device_specific=True)
+    assert random.getstate() == before
+    set_seed(numpy.int64(42))
 
 
 def test_deterministic_algorithms_are_used_where_that_is_asked_for():

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardkit import Accelerator, ProjectConfiguration
+from shardkit import Accelerator, ProjectConfiguration, compat
 from shardkit.errors import ConfigError, UsageError
 from shardkit.runtime import summary
 
@@ -45,6 +45,13 @@ def test_what_objects_say_runs_and_the_table_names_them():
     lines = summary.text(given._run)
     assert "Accelerator(gradient_accumulation_plugin=Plugin): shardkit.gradient_accumulation_steps 4" in lines
     assert "Accelerator(fsdp_plugin=Plugin): fsdp.sharding_strategy SHARD_GRAD_OP" in lines
+
+
+def test_one_object_outside_of_a_list_is_told_so():
+    with pytest.raises(ConfigError, match=r"kwargs_handlers=\.\.\.\): must be a list of settings objects \(got Says\)"):
+        accelerator(kwargs_handlers=Says())
+    with pytest.raises(ConfigError, match=r"kwargs_handlers=\.\.\.\): must be a list of settings objects \(got Says\)"):
+        compat.Accelerator(kwargs_handlers=Says())
 
 
 def test_a_contradiction_names_both_places(tmp_path):

@@ -288,6 +288,29 @@ def test_a_script_may_leave_out_the_step_after_an_overflow(ranks, config):
     assert 0 < taken < 10 and scale == 2.0 ** (19 - (10 - taken)), "each overflow halves the scale"
 
 
+def test_what_is_no_loss_or_no_parameter_is_refused_in_words():
+    accelerator = Accelerator(config={"distributed_type": "NO", "use_cpu": True})
+    model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(2, 1)))
+    loss = model(torch.ones(3, 2)).mean()
+    for wrong, got in ((loss.item(), "float"), ({"loss": loss}, "dict"), (None, "NoneType")):
+        with pytest.raises(
+            UsageError, match=rf"backward: the loss must be a tensor \(got {got}\); give the loss itself"
+        ):
+            accelerator.backward(wrong)
+    accelerator.backward(loss)
+    for wrong, got in (
+        (model, "Linear"),
+        (model[0], "Linear"),
+        (list(model.named_parameters()), "tuple"),
+        (1.0, "float"),
+    ):
+        for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
+            with pytest.raises(UsageError, match=rf"clip: not parameters \(got {got}\); use model\.parameters\(\)"):
+                clip(wrong, 1.0)
+    with pytest.raises(UsageError, match=r"autocast: expected an object with `enabled` \(got False\)"):
+        accelerator.autocast(False)
+
+
 @pytest.mark.parametrize("lose", ["gather", "reduce"])
 def test_a_loss_of_what_was_gathered_without_gradients_is_refused(alone, lose):
     accelerator = Accelerator(config={"use_cpu": True, "num_processes": 1})

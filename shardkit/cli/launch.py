@@ -366,6 +366,7 @@ def checked(
         preflight.rank_warning(variables),
         preflight.job_warning(loaded.config, found.scheduler, variables),
         environment.cpu_note(loaded.config, device, source),
+        environment.spawn_note(source),
         *_notes_on_meanings(command, is_module, switches, loaded.config.num_processes),
     ):
         if note:

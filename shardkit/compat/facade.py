@@ -42,7 +42,7 @@ from shardkit.distributed.tensors import every_parameter, is_fsdp
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import accelerator as own
-from shardkit.runtime import objects, unsupported
+from shardkit.runtime import objects, settings_objects, unsupported
 from shardkit.runtime.prepare import kind_of, one_for_each
 from shardkit.runtime.project import ProjectConfiguration
 from shardkit.sharding.gradient_sync import gradient_sync
@@ -105,7 +105,7 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             split_batches=split_batches,
             device_placement=device_placement,
-            kwargs_handlers=_with_timeout(kwargs_handlers or ()),
+            kwargs_handlers=_with_timeout(settings_objects.handlers_of(kwargs_handlers)),
             fsdp_plugin=fsdp_plugin,
             dataloader_config=dataloader_config,
             gradient_accumulation_plugin=gradient_accumulation_plugin,

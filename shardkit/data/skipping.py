@@ -15,8 +15,11 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     Counted from the start of the epoch. It replaces a restored position, so skipping by hand after `load_state` does
     not skip twice. A loader that is not prepared is read, and its first batches are dropped.
     """
-    if num_batches < 0:
-        raise UsageError(f"skip_first_batches: the number must not be negative (got {num_batches}); give 0 or more.")
+    if not hasattr(num_batches, "__index__") or num_batches < 0:
+        raise UsageError(
+            f"skip_first_batches: the number of batches must be an integer of at least 0 (got {num_batches!r}); divide "
+            "by //, or convert it."
+        )
     if not isinstance(dataloader, PreparedLoader):
         return _Skipping(dataloader, num_batches)
     dataloader.skip_to(num_batches)

@@ -144,12 +144,14 @@ def start(config: Config) -> Process:
         )
     ranks = launched()
     problem, device = _device(config, ranks)
+    if not dist.is_initialized():
+        _refuse_child_of_rank(ranks)
+        env.remove([names.LAUNCHED])
     owns_group = not dist.is_initialized() and (ranks.world_size > 1 or config.mode == "fsdp")
     if owns_group:
-        _refuse_child_of_rank(ranks)
         _join(config, ranks, device)
         if ranks.world_size > 1:
-            env.update({_JOINED: f"{os.getpid()} {_variables_of_rank()}"})
+            env.mark(_JOINED, MEETING_PLACE)
         _started[:] = [(dist.group.WORLD, _lasting(config, device))]
     if dist.is_initialized() and hasattr(os, "register_at_fork"):  # not on Windows
         _spare_groups_in_forked_processes()
@@ -174,22 +176,30 @@ def start(config: Config) -> Process:
 
 
 _JOINED = "SHARDKIT_JOINED"
-"""A variable of a rank that is in its process group, for the processes that it starts: its process id, and the
-variables that it has joined with."""
+"""The mark of a rank that is in its process group (`env.mark`)."""
 
-
-def _variables_of_rank() -> str:
-    return " ".join(env.get(name) or "-" for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+MEETING_PLACE = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def _refuse_child_of_rank(ranks: env.Ranks) -> None:
-    """UsageError in a process that a rank has started, with the rank's own variables: it would wait for the others."""
-    process_id, _, variables = (env.get(_JOINED) or "").partition(" ")
-    if process_id not in ("", str(os.getpid())) and variables == _variables_of_rank():
+    """UsageError in a process that a rank has started, with the rank's own variables: it would wait for the others.
+
+    A rank that makes no Accelerator may run the script as a program, which takes its place. Of processes that it starts
+    with multiprocessing there may be several, each of which would take itself for that rank.
+    """
+    if parent := env.marked_parent(_JOINED, MEETING_PLACE):
         raise UsageError(
-            f"Accelerator: this process was started by rank {ranks.rank} of a run (process {process_id}), and has its "
+            f"Accelerator: this process was started by rank {ranks.rank} of a run (process {parent}), and has its "
             f"variables (got RANK {ranks.rank}, WORLD_SIZE {ranks.world_size}), with which it would wait for the run's "
             f"other ranks; start it by: shardkit launch -n 1 {_script()}, or without these variables."
+        )
+    parent = env.marked_parent(names.LAUNCHED, names.BY_LAUNCHER)
+    if parent and multiprocessing.parent_process() is not None:
+        alone = f", or, if each is a run of its own: python {_script()}" if ranks.world_size == 1 else ""
+        raise UsageError(
+            f"Accelerator: a rank of shardkit launch has started this process with multiprocessing (got a child of "
+            f"process {parent}), as mp.spawn does; call its function directly, since launch starts the ranks: "
+            f"shardkit launch -n {max(ranks.world_size, 2)} {_script()}{alone}."
         )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from shardkit.distributed import xla
 from shardkit.distributed.collectives import rank
+from shardkit.errors import UsageError
 
 
 def stream_seed(seed: int, part: int | str) -> int:
@@ -24,6 +25,12 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Use the same seed on every rank unless ranks should differ in dropout or augmentation. The order of the data is
     the same on all ranks in any case: it follows rank 0's seed, where neither the loader nor shardkit.seed has one.
     """
+    if not hasattr(seed, "__index__"):
+        raise UsageError(
+            f"set_seed: the seed must be an integer (got {seed!r}); convert it, as by type=int of argparse, or, "
+            "where there is none, leave out this call."
+        )
+    seed = seed.__index__()  # Python's generator takes no integer of NumPy
     if device_specific:
         seed += rank()
     seed_generators(seed, seed, seed)

@@ -62,6 +62,7 @@ def main(arguments: list[str]) -> int:
     with log_file:
         try:
             check_world()
+            env.mark(names.LAUNCHED, names.BY_LAUNCHER)
             with exit_0_is_an_end(), around_script(log_dir):
                 run(arguments)
             if os.getpid() == own_pid:

@@ -124,6 +124,18 @@ def cpu_note(config: Config, device: str, source: str) -> str | None:
     )
 
 
+def spawn_note(source: str) -> str | None:
+    """A note for scripts that start ranks by themselves; None if there is none. Where such a process joins a group
+    before it makes an Accelerator, nobody else tells it: it waits for a store that no launcher's rank holds."""
+    found = re.search(r"^[^#\n]*\b((?:mp|multiprocessing)\.(?:spawn|start_processes))\(", source, re.MULTILINE)
+    if not found:
+        return None
+    return (
+        f"note: the script calls {found[1]}, and launch starts the ranks already: call its function directly here, or "
+        "processes wait for each other."
+    )
+
+
 def _reshard(fsdp: FsdpConfig) -> str:
     if fsdp.version == 1:
         return fsdp.sharding_strategy.value

@@ -91,19 +91,19 @@ def message_of(error: BaseException) -> str:
     if mismatch:
         return f"the ranks are in different collectives: {mismatch}"
     lines = [line.rstrip() for line in text_of(error).strip().splitlines() if line.strip()]
-    if lines[1:] and lines[1].startswith("Original Traceback"):
+    if lines[1:] and lines[1].startswith(("Original Traceback", "Traceback")):
         lines = _of_another_process(lines)
     return "\n".join(lines) if isinstance(error, ShardkitError) else "\n".join(lines[:3])[:600]
 
 
 def _of_another_process(lines: list[str]) -> list[str]:
-    """The message of an error that torch carried over from a data loader's worker: where it was caught, the line in the
-    user's code, and the error's own lines, which follow the indented ones of the traceback."""
+    """The message of an error that torch carried over from a worker of a data loader or of mp.spawn: where it was
+    caught, the line in the user's code, and the error's own lines, which follow the indented ones of the traceback."""
     frames = [found for line in lines if (found := FRAME.fullmatch(line)) and is_users(found["file"])]
     at = f" ({short_name(frames[-1]['file'])}:{frames[-1]['line']} in {frames[-1]['name']})" if frames else ""
     end = max(number for number, line in enumerate(lines) if number == 1 or line.startswith(" "))
     first, *more = lines[end + 1 :] or [""]
-    return [f"{lines[0].rstrip('.')}{at}: {first}", *more]
+    return [f"{lines[0].strip('-.: ')}{at}: {first}", *more]
 
 
 def collectives_of(message: str) -> str:

@@ -25,6 +25,12 @@ LOG_DIR = "SHARDKIT_LOG_DIR"
 LAUNCHER_PID = "SHARDKIT_LAUNCHER_PID"
 """The launcher's pid; ranks are killed when it dies."""
 
+LAUNCHED = "SHARDKIT_LAUNCHED"
+"""The mark of a rank, until it makes its Accelerator (`env.mark`)."""
+
+BY_LAUNCHER = ("TORCHELASTIC_RUN_ID",)
+"""Variables of every launcher, which a script that starts processes by itself does not set."""
+
 MEASURE = "SHARDKIT_MEASURE"
 """Set to 1 by --measure: the runtime records the peak memory."""
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shlex
 import socket
 import sys
 from collections.abc import Mapping
@@ -324,6 +325,9 @@ def _problem_of_content(path: Path) -> str | None:
         return f"is not a Python script (its first line is {words}); give the Python script that it starts."
     if path.suffix == ".ipynb" and first.lstrip().startswith(b"{"):
         return "is a notebook; call notebook_launcher in it, or convert it: jupyter nbconvert --to script FILE."
+    if path.suffix in (".yaml", ".yml"):
+        given = f"--config {shlex.quote(str(path))} SCRIPT.py"
+        return f"is no Python script, but YAML; if it is the configuration, give it so: {given}."
     if b"\0" in head and path.suffix != ".pyc" and not preloaded.is_container(str(path)):
         return "is not a Python script (it is a binary file); give a .py file, or -m MODULE for an installed program."
     return None

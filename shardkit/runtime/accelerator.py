@@ -112,7 +112,7 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
             "parallelism_config": parallelism_config,
             "dynamo_plugin": dynamo_plugin,
         }
-        handlers = tuple(kwargs_handlers or ())
+        handlers = settings_objects.handlers_of(kwargs_handlers)
         chosen = settings.with_kept_batch(
             settings.settings(
                 config, mixed_precision, gradient_accumulation_steps, cpu, split_batches, even_batches

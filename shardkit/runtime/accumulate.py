@@ -146,6 +146,11 @@ class Accumulation:
 
     def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
         """Computes the gradients of the loss, divided by the configured number of micro-batches, scaled under fp16."""
+        if not hasattr(loss, "backward"):
+            raise UsageError(
+                f"backward: the loss must be a tensor (got {type(loss).__name__}); give the loss itself, as "
+                "outputs.loss of a model's outputs, and not what item() returns."
+            )
         if not getattr(loss, "requires_grad", True):
             raise UsageError(
                 "backward: the loss depends on nothing that is trained (got a tensor without requires_grad); compute "

@@ -1,6 +1,6 @@
 """`prepare`: models are parallelized, optimizers rebound to their parameters, loaders split over ranks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -115,7 +115,10 @@ def kind_of(value: Any) -> Kind | None:
 def own_parameters(run: Run, parameters: Any) -> list[torch.Tensor]:
     """The parameters as a list, those taken from a model before `prepare` as its present ones. Raises UsageError where
     they are not parameters of a prepared model."""
-    chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    is_one = isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable)
+    chosen = [parameters] if is_one else list(parameters)
+    if not all(isinstance(one, torch.Tensor) for one in chosen):
+        raise UsageError(f"clip: not parameters (got {type(chosen[0]).__name__}); use model.parameters().")
     if not chosen:
         _warn_of_nothing_to_clip(run)
         return chosen

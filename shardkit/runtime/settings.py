@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
 
@@ -62,6 +63,7 @@ def settings(
     with the arguments applied. Raises ConfigError with all problems."""
     found = _from_code(given) if given is not None else _from_outside()
     _check_arguments(mixed_precision, gradient_accumulation_steps)
+    _check_flags({"cpu": cpu, "split_batches": split_batches, "even_batches": even_batches})
     for argument, name, value in (
         ("mixed_precision", "mixed_precision", read_precision(mixed_precision)),
         ("gradient_accumulation_steps", "shardkit.gradient_accumulation_steps", gradient_accumulation_steps),
@@ -172,13 +174,23 @@ def _from_code(given: Config | Mapping[str, Any] | str | Path) -> Settings:
     elif isinstance(given, Mapping):
         # Checks across keys need the world size, which the launcher sets where the code does not.
         whole = {"num_processes": launched().world_size, **given}
-        loaded = files.read_text(json.dumps(whole, default=str), "Accelerator(config=...)")
+        loaded = files.read_text(json.dumps(whole, default=_plain), "Accelerator(config=...)")
         chosen = [name for name in loaded.chosen if name in given or name != "num_processes"]
         found = Settings(loaded.config, dict.fromkeys(chosen, "Accelerator(config=...)"))
-    else:
+    elif isinstance(given, (str, PathLike)):
         loaded = files.resolve(Path(given), ranks=launched().world_size)
         found = Settings(loaded.config, loaded.chosen)
+    else:
+        raise ConfigError(
+            f"Accelerator(config=...): expected settings, or the path of a file (got {type(given).__name__}); give a "
+            "dict by the names of shardkit.yaml, a shardkit.Config, or a path."
+        )
     return _with_launch(found)
+
+
+def _plain(value: Any) -> Any:
+    """A value of a dict as JSON has it: sections may be of any class of mappings."""
+    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 def _with_launch(found: Settings) -> Settings:
@@ -217,3 +229,14 @@ def _check_arguments(mixed_precision: str | None, gradient_accumulation_steps: i
         )
     if gradient_accumulation_steps is not None:
         check_accumulation(gradient_accumulation_steps)
+
+
+def _check_flags(arguments: Mapping[str, bool | None]) -> None:
+    """Raises ConfigError where one is neither true nor false: the text "false" would be true."""
+    problems = [
+        f"Accelerator({name}=...): must be True or False (got {value!r}); convert it."
+        for name, value in arguments.items()
+        if value is not None and value not in (True, False)
+    ]
+    if problems:
+        raise ConfigError(problems)

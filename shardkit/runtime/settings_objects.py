@@ -5,7 +5,7 @@ A settings object has a method `shardkit_settings() -> dict` of dotted names and
 contradict shardkit.yaml, `--set` or another object. This module knows no class of such objects.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shardkit.config.code import Given
@@ -30,6 +30,16 @@ def read(arguments: Mapping[str, Any], handlers: Sequence[Any]) -> list[Given]:
     if problems := [_problem(*one) for one in found if not says_settings(one[1])]:
         raise ConfigError(problems)
     return [said_by(value, name) for name, value, _ in found]
+
+
+def handlers_of(kwargs_handlers: Any) -> tuple[Any, ...]:
+    """The objects given as `Accelerator(kwargs_handlers=...)`. Raises ConfigError where that is not a list."""
+    if kwargs_handlers is None or isinstance(kwargs_handlers, Iterable):
+        return tuple(kwargs_handlers or ())
+    raise ConfigError(
+        f"Accelerator(kwargs_handlers=...): must be a list of settings objects (got {type(kwargs_handlers).__name__}); "
+        "put it in brackets: kwargs_handlers=[...]."
+    )
 
 
 def says_settings(value: Any) -> bool:

@@ -148,6 +148,11 @@ class TrainingStep(Topology):
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager:
         """The autocast context of a prepared model's forward, for other code under DDP or in one process. Under FSDP it
         does nothing, since units cast their inputs. A handler with `enabled=False` disables autocast inside."""
+        if not hasattr(autocast_handler, "enabled") and autocast_handler is not None:
+            raise UsageError(
+                f"autocast: expected an object with `enabled` (got {autocast_handler!r}); give none for the precision "
+                "of the run, and for another one use torch.autocast."
+            )
         if autocast_handler is not None and not autocast_handler.enabled:
             return torch.autocast(self.device.type, enabled=False)
         return precision.autocast(self._run.config, self.device)
