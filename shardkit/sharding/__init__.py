@@ -8,8 +8,8 @@ by DDP, by XLA      ddp, ddp_hooks, ddp_names; xla
 gradients           gradient_sync, taken_gradients, hooks, mixed_losses, offloaded_gradients
 in blocks           activation, changed_buffers, offload, float8, precision
 parameters          parameters, sharded_parameter, original_parameters, assigned_data, pickled_parts
-sharded tensors     dtensor_operators, and operators that differ from torch's: chosen_rows,
+sharded tensors     dtensor_operators, and operators that differ from torch's:
                     composite_operators, copied_parts, flattened, fused_steps, in_place, into_plain,
                     numbers_of_tensors, plain_operands, random_values, reductions, settled,
-                    torch_collectives
+                    torch_collectives, whole_operators
 """

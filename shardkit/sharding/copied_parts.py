@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -27,6 +27,13 @@ _ASSIGNMENTS = (_aten.copy_.default, *_FILLS)
 CUDA, copy_ from an expanded tensor on other devices, fill_.Scalar from 2.15 on."""
 
 
+class Source(Protocol):
+    """What a copy is of."""
+
+    def write(self, part: DTensor) -> None:
+        """Writes the copy's values to those that this rank has."""
+
+
 @dataclass(frozen=True)
 class _Rows:
     """Which rows of a tensor, along a dim, a part is a copy of; `drops` the dim if it is one row by its number."""
@@ -37,7 +44,6 @@ class _Rows:
     drops: bool = False
 
     def write(self, part: DTensor) -> None:
-        """Writes the part's values to those of its rows that this rank has."""
         values, target = local_part(part), local_part(self.of)
         values = values.unsqueeze(self.dim) if self.drops else values
         mine = local_slices(self.of)[self.dim]
@@ -109,8 +115,9 @@ def _methods() -> dict[str, Any]:
 CopiedPart: Any = type("CopiedPart", (DTensor,), {"__doc__": "A copy of a part of a sharded tensor.", **_methods()})
 
 
-def as_copy(part: Any, rows: _Rows | None = None) -> Any:
-    """The part, changed in place into one whose writes also reach these rows of the tensor; None: they raise."""
+def as_copy(part: Any, rows: Source | None = None) -> Any:
+    """The part, changed in place into one whose writes also reach these rows of the tensor, or what else it is a copy
+    of; None: they raise."""
     part.__class__ = CopiedPart
     vars(part)["shardkit_rows"] = rows
     return part

@@ -24,7 +24,6 @@ from shardkit.errors import ModelError, UsageError
 from shardkit.model.cut import shard_dim
 from shardkit.sharding import (
     assigned_data,
-    chosen_rows,
     composite_operators,
     copied_parts,
     flattened,
@@ -44,6 +43,7 @@ from shardkit.sharding import (
     random_values,
     reductions,
     torch_collectives,
+    whole_operators,
 )
 from shardkit.sharding.gradient_sync import GradientMean, drop_unreduced, sync_with_model
 from shardkit.sharding.precision import Precision
@@ -171,7 +171,8 @@ class Carried:
 # What sharded tensors do that torch's DTensors do not.
 _BEHAVIOURS = (
     random_values, numbers_of_tensors, in_place, assigned_data, reductions, copied_parts, flattened, pickled_parts,
-    composite_operators, chosen_rows, fused_steps, plain_operands, torch_collectives,
+    composite_operators, fused_steps, plain_operands, torch_collectives,
+    whole_operators,
 )  # fmt: skip
 
 
