@@ -1,4 +1,4 @@
-"""Operators that DTensor lacks give on sharded tensors what they give in one process."""
+"""Operators and shapes that DTensor lacks give on sharded tensors what they give in one process."""
 
 from typing import Any
 
@@ -77,3 +77,39 @@ def test_operators_that_dtensor_lacks_are_those_of_whole_tensors(ranks, world):
         assert set(found) == set(expected)
         for name, values in found.items():
             torch.testing.assert_close(torch.tensor(values), torch.tensor(expected[name]), msg=name)
+
+
+RESHAPES: dict[str, Any] = {
+    "heads that two ranks do not divide": ((10, 4), lambda p: p.view(5, 8).norm(dim=1)),
+    "without a dim of one": ((1, 4), lambda p: p.squeeze(0)),
+    "without all dims of one": ((1, 1, 4), lambda p: p.squeeze()),
+    "expanded": ((1, 4), lambda p: p.expand(3, 4)),
+    "flattened": ((5, 3), lambda p: p.flatten()),
+}
+
+
+def gradients(accelerator: Accelerator | None = None) -> list[list[float]]:
+    torch.manual_seed(0)
+    weights = torch.nn.ParameterList(torch.randn(shape) for shape, _ in RESHAPES.values())
+    if accelerator is not None:
+        weights = accelerator.prepare(weights)
+    loss: Any = sum(
+        reshape(weight).square().sum() for weight, (_, reshape) in zip(weights, RESHAPES.values(), strict=True)
+    )
+    loss.backward() if accelerator is None else accelerator.backward(loss)
+    with torch.no_grad():
+        weights[0].view(5, 8).mul_(2.0)
+    return [torch.cat([whole(one).flatten() for one in (w.grad, w.detach())]).tolist() for w in weights]
+
+
+def gradients_on_ranks() -> list[list[float]]:
+    fsdp = {"fsdp_auto_wrap_policy": "NO_WRAP"}
+    return gradients(Accelerator(config={"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": fsdp}))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_shapes_that_dtensor_refuses_are_those_of_whole_tensors(ranks, world):
+    expected = gradients()
+    for found in ranks.run(world, gradients_on_ranks):
+        for name, values, wanted in zip(RESHAPES, found, expected, strict=True):
+            assert values == pytest.approx(wanted, abs=1e-5), name

@@ -9,7 +9,7 @@ gradients           gradient_sync, taken_gradients, hooks, mixed_losses, offload
 in blocks           activation, changed_buffers, offload, float8, precision
 parameters          parameters, sharded_parameter, original_parameters, assigned_data, pickled_parts
 sharded tensors     dtensor_operators, and operators that differ from torch's:
-                    composite_operators, copied_parts, flattened, fused_steps, in_place, into_plain,
-                    numbers_of_tensors, plain_operands, random_values, reductions, settled,
+                    composite_operators, copied_parts, fused_steps, in_place, into_plain, numbers_of_tensors,
+                    plain_operands, random_values, reductions, reshaped, settled,
                     torch_collectives, whole_operators
 """

@@ -26,7 +26,6 @@ from shardkit.sharding import (
     assigned_data,
     composite_operators,
     copied_parts,
-    flattened,
     fsdp_internals,
     fsdp_unit,
     fsdp_unused,
@@ -42,6 +41,7 @@ from shardkit.sharding import (
     precision,
     random_values,
     reductions,
+    reshaped,
     torch_collectives,
     whole_operators,
 )
@@ -170,9 +170,8 @@ class Carried:
 
 # What sharded tensors do that torch's DTensors do not.
 _BEHAVIOURS = (
-    random_values, numbers_of_tensors, in_place, assigned_data, reductions, copied_parts, flattened, pickled_parts,
-    composite_operators, fused_steps, plain_operands, torch_collectives,
-    whole_operators,
+    random_values, numbers_of_tensors, in_place, assigned_data, reductions, copied_parts, reshaped, pickled_parts,
+    composite_operators, fused_steps, plain_operands, torch_collectives, whole_operators,
 )  # fmt: skip
 
 
