@@ -47,7 +47,7 @@ class PreparedLoader:
         self._loop: Loop | None = None
         self._next = self._used = Position()
         self._is_positioned, self._is_restored, self._skipped = False, False, 0
-        self._passes_finished_epoch = self._has_looked = self._is_surely_trained = False
+        self._passes_finished_epoch = self._has_looked = self._is_surely_trained = self._is_in_window = False
         self._reads_rest: ReferenceType[Batches] | None = None
         """The first iterator after a load."""
         self._purpose: Purpose | None = None
@@ -96,7 +96,8 @@ class PreparedLoader:
         if outer is not None and outer.has_inner_ended and self._purpose != "training":
             outer = None  # an iterator that the script keeps but does not read: other loops finish between its batches
         if outer is None:
-            self._next = self._used = start
+            self._next = start
+            self._set_used(start)
         return Loop(start, outer, restored_batches=left_out, start=start, start_is=start_is)
 
     def _is_over(self, position: Position) -> bool:
@@ -108,10 +109,7 @@ class PreparedLoader:
         if self._passes_finished_epoch:
             return Position(position.epoch + 1)
         if self._rank == 0:
-            log.info(
-                f"data: the restored position is the end of epoch {position.epoch}, so this loop has no batches; the "
-                f"next one runs epoch {position.epoch + 1}."
-            )
+            log.info(position.at_an_end)
         return position
 
     def _end(self, loop: Loop) -> None:
@@ -133,7 +131,12 @@ class PreparedLoader:
                 return
             self._next, self._is_positioned = loop.position, loop.has_failed
         if loop.is_finished:
-            self._used = self._next
+            self._set_used(self._next)
+
+    def _set_used(self, position: Position) -> None:
+        """Where to resume from; an open window's batches are read again, also if it began in a loop before this one."""
+        if not self._is_in_window:
+            self._used = position
 
     @property
     def _now(self) -> Position:
@@ -281,10 +284,7 @@ class PreparedLoader:
         has_position = self._is_restored and (self._next.samples or self._purpose == "training")
         is_next = epoch == self._next.epoch + 1 and (self._next.may_be_over or self._is_over(self._next))
         if has_position and not is_next and self._rank == 0:
-            log.warning(
-                f"data: set_epoch({epoch}) drops the restored position (epoch {self._next.epoch}, after "
-                f"{self._next.samples:,} samples); start the epoch loop at loader.epoch, or do not call set_epoch."
-            )
+            log.warning(self._next.dropped_by(epoch))
         self._skip(Position(epoch), self._skipped)
 
     def skip_to(self, batches: int) -> None:
@@ -313,18 +313,14 @@ class PreparedLoader:
         self._next, self._is_positioned, self._is_restored, self._skipped = position, True, False, 0
         self._has_looked, self._reads_rest = False, None
         if self._loop is None:
-            self._used = position
-
-    @property
-    def last_loop(self) -> Loop | None:
-        """The loop, if it is at its last batch, and no step has used that."""
-        return self._loop if self._loop is not None and self._loop.is_last and self._loop.is_unused else None
+            self._set_used(position)
 
     @property
     def has_unused_batches(self) -> bool:
         """Whether a save stores the position before batches that the script was given, since no step has used them."""
         saved, now = self._position_to_save(), self._now
-        return self._purpose != "evaluation" and (saved.epoch, saved.samples) < (now.epoch, now.samples)
+        may_train = self._purpose != "evaluation" or self._is_in_window
+        return may_train and (saved.epoch, saved.samples) < (now.epoch, now.samples)
 
     @property
     def may_have_unused_batches(self) -> bool:
@@ -332,8 +328,19 @@ class PreparedLoader:
         may_train = self._purpose is None and self._loop is not None and self._loop.is_unused
         return may_train or self.has_unused_batches
 
+    @property
+    def keeps_unused(self) -> bool:
+        """Whether its batches that no step has used are read again also after a further loop that begins now."""
+        return self._loop is not None or self._is_in_window
+
+    def note_window(self, is_open: bool) -> None:
+        """Notes that its batches are in an accumulation window that is open, or that a window has ended."""
+        if self._is_in_window and not is_open and self._loop is None:
+            self._used = self._next
+        self._is_in_window = is_open
+
     def note_step(self, newest: int = 0, last: Iterable[Loop] = ()) -> None:
-        """Notes that an optimizer has stepped. `newest`: `last_yield` of the newest batch; `last`: all `last_loop`s.
+        """Notes that an optimizer has stepped. `newest`: `last_yield` of the newest batch; `last`: the loops at their end.
 
         Several loops may run at once (`zip`): a step uses the batches that each has yielded since the previous one. A
         loop that yielded before the first step and not after it is not training, unless that step had no newer batch.
@@ -372,7 +379,7 @@ class PreparedLoader:
     def _position_to_save(self) -> Position:
         newest = self.newest_loop
         is_first_window = self._purpose is None and newest is not None and newest.is_trained_on and not newest.steps
-        if self._purpose == "training" or is_first_window:
+        if self._purpose == "training" or is_first_window or self._is_in_window:
             return self._used
         if self._purpose == "evaluation":
             was_left = self.samples_seen > 0 and not (self.is_iterating or self._is_positioned)
@@ -390,7 +397,7 @@ class PreparedLoader:
             raise CheckpointError(f"data: {reason}.")
         if self._loop is not None:
             return  # it is already at this position
-        self._seed, self._purpose = int(state["seed"]), state.get("purpose")
+        self._seed, self._purpose, self._is_in_window = int(state["seed"]), state.get("purpose"), False
         self._move_to(Position(int(state["epoch"])) if problem else saved_position(state))
         self._is_restored = True
 

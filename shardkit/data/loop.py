@@ -202,6 +202,11 @@ class Loop:
         return self.yielded > 0 and (trains or is_short) and not (is_rest or self.is_trained_on or self.steps)
 
     @property
+    def is_at_its_end(self) -> bool:
+        """Whether it is at its last batch, and no step has used that."""
+        return self.is_open and self.is_last and self.is_unused
+
+    @property
     def is_one_held(self) -> bool:
         """Whether it was left at its first batch, and the script has not dropped that."""
         return self.yielded == 1 and (not self.tensors or bool(alive(self.tensors)))

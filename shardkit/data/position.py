@@ -46,6 +46,21 @@ class Position:
     may_exceed: bool = False
     may_be_over: bool = False
 
+    @property
+    def at_an_end(self) -> str:
+        """The note of a loop from this restored position, which is after the last batch."""
+        return (
+            f"data: the restored position is the end of epoch {self.epoch}, so this loop has no batches; the next one "
+            f"runs epoch {self.epoch + 1}."
+        )
+
+    def dropped_by(self, epoch: int) -> str:
+        """The warning of a `set_epoch(epoch)` that drops this restored position."""
+        return (
+            f"data: set_epoch({epoch}) drops the restored position (epoch {self.epoch}, after {self.samples:,} "
+            "samples); start the epoch loop at loader.epoch, or do not call set_epoch."
+        )
+
 
 def saved_position(state: Mapping[str, Any]) -> Position:
     """The position in a loader's saved state. A new epoch uses this version's order, regardless of the version that

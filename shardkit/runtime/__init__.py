@@ -3,7 +3,8 @@
 settings           settings, settings_objects, project, unsupported
 what is shown      state, topology, summary, logger
 prepare            prepare, distributed_model, forwarding, eager, optimizer, lr_scheduler
-a training step    training_step, accumulate, step_events, deferred_gradients, optimizer_turns, foreign_steps, counters
+a training step    training_step, accumulate, window_data, step_events, deferred_gradients, optimizer_turns,
+                   foreign_steps, counters
 between steps      boundaries, step_boundary, preemption
 saves and loads    checkpointing, saving, loading, save_session, separate_checkpoints, objects; hooks, state_hooks
 other ranks        communication, process_control

@@ -4,7 +4,6 @@ A window is the micro-batches of one optimizer step: the configured number, or f
 is the mean over its micro-batches, so a window of n, also a short one, equals one batch of its n micro-batches.
 """
 
-import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,8 +15,7 @@ import torch
 from torch import nn
 
 from shardkit.data.loader import PreparedLoader, active_loader
-from shardkit.data.sampler import length_of
-from shardkit.distributed import progress, random_state, xla
+from shardkit.distributed import progress, xla
 from shardkit.distributed.tensors import every_parameter
 from shardkit.errors import UsageError
 from shardkit.optim.loss_scale import LossScale
@@ -27,6 +25,7 @@ from shardkit.runtime.deferred_gradients import DeferredGradients
 from shardkit.runtime.eager import eager
 from shardkit.runtime.optimizer_turns import OptimizerTurns
 from shardkit.runtime.step_events import StepEvents
+from shardkit.runtime.window_data import WindowData
 from shardkit.sharding import hooks
 from shardkit.sharding.gradient_sync import deferred, has_gradients, reduces
 
@@ -64,6 +63,7 @@ class Accumulation:
         self.is_stepping = False
         """Whether a prepared optimizer is stepping: steps inside it do not count."""
         self.loaders = loaders
+        self.data = WindowData(loaders)
 
         self.thread: threading.Thread | None = None
         """Of the last step of a prepared optimizer."""
@@ -74,8 +74,6 @@ class Accumulation:
         """Micro-batches of the full window; 0 while one is being filled, and in loops without `accumulate()`."""
         self._full_windows = 0
         self._loader_of_window: PreparedLoader | None = None
-        self._newest_batch = 0
-        """`last_yield` of the newest batch that the last micro-batch had."""
         self._deferred_models: Sequence[nn.Module] = ()
 
         self._backwards = Backwards()
@@ -88,8 +86,6 @@ class Accumulation:
         self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
         """The optimizers that have taken part in the present step."""
         self._has_stepped_in_micro_batch = False
-        self._random_states: random_state.States | None = None
-        """From before the first batch that no step has used."""
 
     @property
     def sync_gradients(self) -> bool:
@@ -134,6 +130,7 @@ class Accumulation:
         if self._is_full:
             self.counters.micro_step = 0
             self.turns.end_window()
+            self.data.end()
 
     @contextmanager
     def _deferring(self, models: Sequence[nn.Module]) -> Iterator[None]:
@@ -276,10 +273,11 @@ class Accumulation:
         self.counters.end_step()
         self._has_stepped_in_micro_batch = True
         self._at_step = self._backwards
+        self.data.end()
         current = active_loader(self.loaders)
         self.boundaries.note_step(current, is_repeated=optimizer in self._stepped)
         if current is not None:
-            last = [loop for loader in self.loaders if (loop := loader.last_loop) is not None]
+            last = [loop for loader in self.loaders if (loop := loader.newest_loop) and loop.is_at_its_end]
             for loader in self.loaders:
                 loader.note_step(current.last_yield, last)
         if was_skipped:
@@ -313,7 +311,7 @@ class Accumulation:
         it ends windows, and knows which of its samples are padding."""
         if loader not in self.loaders:
             self.loaders.append(loader)
-        self._keep_random_states(other for other in self.loaders if other is not loader)
+        self.data.keep_random_states(one for one in self.loaders if one is not loader or loader.keeps_unused)
 
     def after_batch(self, loader: PreparedLoader) -> None:
         """Called by a loader when the loop requests the next batch: the previous one is done."""
@@ -321,18 +319,7 @@ class Accumulation:
         xla.flush()
         by_hand = 0 if self._stepped or not self._is_full else self._backwards.all
         self.boundaries.after_batch(loader, is_window_open=self.counters.micro_step > 0, backwards_by_hand=by_hand)
-        self._keep_random_states(self.loaders)
-
-    def _keep_random_states(self, loaders: Iterable[PreparedLoader]) -> None:
-        """Keeps the present ones, before a batch is read, unless these loaders have given batches that are to be read
-        again. (Of PyTorch/XLA a save has the state of its moment.)"""
-        if not (xla.is_started() or any(loader.may_have_unused_batches for loader in loaders)):
-            self._random_states = random_state.take()
-
-    def random_states(self) -> random_state.States | None:
-        """The random states for a save: where a resumed run reads batches again, those from before the first of them,
-        so that it draws the same numbers for them; else None, for the present ones."""
-        return self._random_states if any(loader.has_unused_batches for loader in self.loaders) else None
+        self.data.keep_random_states(self.loaders)
 
     @eager
     def _begin(self) -> None:
@@ -348,22 +335,16 @@ class Accumulation:
         self._has_stepped_in_micro_batch = False
         self.counters.micro_step += 1
         self.micro_batches += 1
-        loader = self._loader_of_micro_batch()
+        loader = self.data.begin_micro_batch()
         is_last = self.ends_with_data and loader is not None and loader.end_of_dataloader
         self._loader_of_window = loader
         self._is_full = is_last or self.counters.micro_step >= self._planned_size
         self._full_size = self.counters.micro_step if self._is_full else 0
         self._full_windows += self._is_full
         self._deferred_models = ()
+        if not self._is_full:
+            self.data.keep_open()
         self._note_batch(self._planned_size)
-
-    def _loader_of_micro_batch(self) -> PreparedLoader | None:
-        """The loader whose end ends the window: of several that have yielded a batch for this micro-batch the longest,
-        since a shorter one begins again in the same loop."""
-        active = active_loader(self.loaders)
-        new = [one for one in self.loaders if one.is_iterating and one.last_yield > self._newest_batch]
-        self._newest_batch = 0 if active is None else active.last_yield
-        return active if len(new) < 2 else max(new, key=lambda one: (_length(one), one.last_yield))
 
     @eager
     def _take_back(self) -> None:
@@ -390,9 +371,3 @@ class Accumulation:
         if samples is not None:
             self.counters.add_samples(samples)
             self.events.on_batch()
-
-
-def _length(loader: PreparedLoader) -> float:
-    """The batches of an epoch; infinite where they are unknown."""
-    found = length_of(loader)
-    return math.inf if found is None else found

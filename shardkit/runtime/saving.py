@@ -364,7 +364,7 @@ def live_of(run: Run) -> Live:
         objects=objects,
         loaders={f"loader.{number}": item for number, item in enumerate(run.loaders)},
         seed=run.config.shardkit.seed,
-        random_states=run.accumulation.random_states(),
+        random_states=run.accumulation.data.random_states(),
         take=partial(state_hooks.load, run.hooks, run.models) if run.hooks.at_load else None,
     )
 
