@@ -340,7 +340,7 @@ class PreparedLoader:
         self._is_in_window = is_open
 
     def note_step(self, newest: int = 0, last: Iterable[Loop] = ()) -> None:
-        """Notes that an optimizer has stepped. `newest`: `last_yield` of the newest batch; `last`: the loops at their end.
+        """Notes that an optimizer has stepped. `newest`: `last_yield` of the newest batch; `last`: loops at their end.
 
         Several loops may run at once (`zip`): a step uses the batches that each has yielded since the previous one. A
         loop that yielded before the first step and not after it is not training, unless that step had no newer batch.

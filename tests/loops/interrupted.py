@@ -94,7 +94,6 @@ def _in_turn(first: Any, second: Any) -> Iterator[Batches | None]:
 class Kind:
     loaders: Callable[[], list[DataLoader]]
     script: Callable[..., Iterator[Batches | None]] = _alone
-    most_micro_batches: int = 3
 
 
 KINDS = {
@@ -104,8 +103,8 @@ KINDS = {
     "stream": Kind(_of(lambda: ShuffledFlow(11))),
     "stream with state": Kind(_of(lambda: FlowWithState(11))),
     "state of the newest loop": Kind(_of(lambda: NewestLoop(11))),
-    "zip, the first is shorter": Kind(_of(_numbers(7), _numbers(11), shuffle=True), _zipped, 1),
-    "zip, the second is shorter": Kind(_of(_numbers(11), _numbers(7), shuffle=True), _zipped, 1),
+    "zip, the first is shorter": Kind(_of(_numbers(7), _numbers(11), shuffle=True), _zipped),
+    "zip, the second is shorter": Kind(_of(_numbers(11), _numbers(7), shuffle=True), _zipped),
     "in turn": Kind(_of(_numbers(7), _numbers(9), shuffle=True), _in_turn),
 }
 
@@ -138,6 +137,8 @@ class Chances:
             trained = [number for number, one in enumerate(loaders) if one.state_dict()["purpose"] == "training"]
             number = self.draws.choice(trained)
             self.log.append(f"{place} after step {steps}: {what} {number}")
+            if what == "look" and place == "loaded" and len(loaders) > 1:
+                continue  # where the restored epoch is over, it would take the place of the loop that ends both
             if what == "save":
                 self._save(accelerator, steps)
             else:
@@ -194,7 +195,7 @@ def train(kind: Kind, window: int, chances: Chances, steps: list[Step]) -> list[
 def interrupted(name: str, seed: int, folder: Path) -> str | None:
     """What differs from the training without interruption; None where nothing does."""
     kind, draws = KINDS[name], random.Random(seed)
-    window = draws.randint(1, kind.most_micro_batches)
+    window = draws.randint(1, 3)
     expected: list[Step] = []
     weights = train(kind, window, Chances(), expected)
     chances, steps = Chances(draws, folder / f"{name} {seed}"), []
