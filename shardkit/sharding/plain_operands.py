@@ -1,12 +1,12 @@
 """Plain tensors beside sharded ones: `target.lerp_(p, 0.01)`, `(p - start).square().sum()`, `torch.where(mask, p, 0)`.
 
 A copy of the model from before `prepare`, weights to stay close to, a mask: torch refuses to mix these with sharded
-tensors. Here a plain tensor of the whole shape, or one that broadcasts to it, counts as equal on all ranks, which is
-so in a loop that one process runs:
+tensors. Here a plain tensor counts as equal on all ranks, which is so in a loop that one process runs:
 
     p - start, torch.maximum(p, start)     sharded; each rank computes its part, without communication
     average.add_(p), average.copy_(p)      whole on every rank: see `into_plain`
     (losses * weights).backward()          refused if ranks have different `losses`: each would weigh its own samples
+    batch * weights                        also without a gradient, where the plain tensor has more rows
 
 Products of matrices are refused by torch as before: their plain operands are activations, of this rank's samples.
 
@@ -29,7 +29,8 @@ from shardkit.sharding.settled import is_pending, of_whole, one_by_one, settle
 _aten = torch.ops.aten
 _BY_ELEMENT = (
     *(_aten.add.Tensor, _aten.sub.Tensor, _aten.rsub.Tensor, _aten.mul.Tensor, _aten.div.Tensor_mode),
-    *(_aten.pow.Tensor_Tensor, _aten.remainder.Tensor, _aten.fmod.Tensor, _aten.atan2.default, _aten.xlogy.Tensor),
+    *(_aten.pow.Tensor_Tensor, _aten.remainder.Tensor, _aten.fmod.Tensor, _aten.floor_divide.default),
+    *(_aten.atan2.default, _aten.hypot.default, _aten.xlogy.Tensor, _aten.logaddexp.default, _aten.copysign.Tensor),
     *(_aten.lerp.Scalar, _aten.lerp.Tensor, _aten.addcmul.default, _aten.addcdiv.default),
     *(_aten.maximum.default, _aten.minimum.default, _aten.fmax.default, _aten.fmin.default, _aten.clamp.Tensor),
     *(_aten.where.self, _aten.where.ScalarOther, _aten.where.ScalarSelf),
@@ -96,17 +97,21 @@ def sharded_operands(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if not any(map(_is_plain, args)):
         return args
     args = tuple(map(settle, args))
-    like = max(filter(is_dtensor, args), key=lambda tensor: tensor.dim())
-    if torch.is_grad_enabled() and any(one.requires_grad for one in args if isinstance(one, torch.Tensor)):
-        for value in filter(_is_plain, args):
-            _refuse_different(operator, value, like)
+    like: Any = max(filter(is_dtensor, args), key=lambda tensor: tensor.dim())
+    has_gradient = torch.is_grad_enabled() and any(one.requires_grad for one in args if isinstance(one, torch.Tensor))
+    for value in filter(_is_plain, args):
+        is_wider = not _broadcasts(value, like)
+        if has_gradient or is_wider:
+            _refuse_different(operator, value, like, always=is_wider)
+        if is_wider:
+            like = like.expand(torch.broadcast_shapes(value.shape, like.shape))
     return with_own_parts(args, like)
 
 
-def _refuse_different(operator: Any, value: torch.Tensor, like: Any) -> None:
-    """UsageError on all ranks where it differs between them. Collective, the first times."""
+def _refuse_different(operator: Any, value: torch.Tensor, like: Any, always: bool) -> None:
+    """UsageError on all ranks where it differs between them. Collective, the first times or always."""
     sizes = "x".join(map(str, value.shape))
-    if value.is_meta or not named_barrier.meet_at_first(f"{operator.name()}({sizes})", UsageError):
+    if value.is_meta or not (named_barrier.meet_at_first(f"{operator.name()}({sizes})", UsageError) or always):
         return
     numbers = value.detach().double()
     own = torch.stack([numbers.sum(), numbers.abs().sum()]).to(like.device_mesh.device_type)
