@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from shardkit import Accelerator
 from shardkit.distributed import named_barrier
+from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import UsageError
 from tests import loops
 from tests.loops.net import Net, loss_of
@@ -196,12 +197,20 @@ def results(run: Run) -> dict[str, list[float]]:
         reset()
         for name, number in NUMBERS.items():
             found[name] = [number(old, p) for old, p in pairs()]
+    with torch.inference_mode():
+        found["inference mode"] = [number(old, p) for number in NUMBERS.values() for old, p in pairs()]
     for name, penalty in (PENALTIES | PENALTIES_OF_MODELS).items():
         for number in range(2):
             operands = pairs() if name in PENALTIES else [(copied, inner)]
             run.backward(loss_of(model, run.batch(number)) + sum(penalty(old, p) for old, p in operands))
         found[f"penalty: {name}"] = joined([p.grad for p in inner.parameters()])
         model.zero_grad()
+    copied.requires_grad_(True)
+    for number in range(2):
+        loss = loss_of(model, run.batch(number)) + loss_of(copied, torch.ones(2, 6, dtype=torch.long))
+        run.backward(loss + sum((p - old).square().sum() + (old * p).mean() for old, p in pairs()))
+    assert not any(is_dtensor(old.grad) for old in copied.parameters())
+    found["copy that needs a gradient"] = joined([p.grad for p in (*inner.parameters(), *copied.parameters())])
     return found
 
 
@@ -222,6 +231,40 @@ def test_plain_operands_count_as_equal_on_all_ranks(ranks, world, strategy):
         for name, values in found.items():
             difference = (torch.tensor(values) - torch.tensor(expected[name])).abs().max().item()
             assert difference < 3e-5, name
+
+
+def read_own_rows() -> str:
+    fsdp = {"fsdp_auto_wrap_policy": "NO_WRAP"}
+    accelerator = Accelerator(config={"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": fsdp})
+    embed = torch.nn.Embedding(8, 3)
+    embed, _ = accelerator.prepare(embed, torch.optim.SGD(embed.parameters(), lr=0.1))
+    with pytest.raises(UsageError) as found:
+        accelerator.backward(embed.weight[torch.arange(4) + accelerator.process_index].square().sum())
+    return str(found.value)
+
+
+def test_rows_of_own_samples_are_refused_in_a_loss(ranks):
+    for text in ranks.run(2, read_own_rows):
+        assert "differs between" in text
+        assert "shape (4,) in aten::index.Tensor" in text
+
+
+def multiply_own_samples() -> str:
+    fsdp = {"fsdp_auto_wrap_policy": "NO_WRAP"}
+    accelerator = Accelerator(config={"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": fsdp})
+    norm = torch.nn.LayerNorm(4)
+    norm, _ = accelerator.prepare(norm, torch.optim.SGD(norm.parameters(), lr=0.1))
+    with torch.no_grad():
+        for _ in range(3):
+            assert (torch.zeros(2, 4) * norm.weight).shape == (2, 4)
+        with pytest.raises(UsageError) as found:
+            (torch.ones(2, 4) * accelerator.process_index) * norm.weight
+    return str(found.value)
+
+
+def test_samples_are_refused_without_a_gradient_too(ranks):
+    for text in ranks.run(2, multiply_own_samples):
+        assert "shape (2, 4) in aten::mul.Tensor" in text
 
 
 def weigh_own_losses() -> str:

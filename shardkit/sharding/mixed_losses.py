@@ -35,6 +35,10 @@ def keep_plain(loss: torch.Tensor) -> None:
     of_plain = [_plain_ones(node, sharded) for node in _scaled_nodes(loss.grad_fn, sharded)]
     for following in {*chain.from_iterable((*meeting.values(), *of_plain))}:
         following.register_prehook(_whole)
+    for node in {following for one in sharded for following, _ in one.next_functions} - sharded:
+        if node is not None and node.name() == _ACCUMULATES and not node.metadata.get(_whole):
+            node.register_prehook(_whole)
+            node.metadata[_whole] = True  # a leaf's node may outlive this graph
     of_samples = [node for node, plain in meeting.items() if not all(map(_is_of_parameter, plain))]
     for node in _with_users(of_samples, sharded) if loss.device_mesh.size() > 1 else ():
         kind = _kind(node)

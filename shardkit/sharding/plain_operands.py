@@ -5,6 +5,7 @@ tensors. Here a plain tensor counts as equal on all ranks, which is so in a loop
 
     p - start, torch.maximum(p, start)     sharded; each rank computes its part, without communication
     average.add_(p), average.copy_(p)      whole on every rank: see `into_plain`
+    (p - start).norm().backward()          `start.grad`, if it needs one, is whole on every rank: see `mixed_losses`
     (losses * weights).backward()          refused if ranks have different `losses`: each would weigh its own samples
     batch * weights                        also without a gradient, where the plain tensor has more rows
 
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from shardkit.distributed import named_barrier
 from shardkit.distributed.tensors import is_dtensor, local_part, own_part, sharded_like
@@ -69,9 +71,9 @@ def with_own_parts(args: tuple[Any, ...], like: Any = None) -> tuple[Any, ...]:
         return args
 
     def own(value: Any) -> Any:
-        if not _is_plain(value) or not _broadcasts(value, like) or (value.requires_grad and torch.is_grad_enabled()):
-            return value  # the gradient of a plain tensor would be sharded
-        part = own_part(value.expand(like.shape), like)
+        if not _is_plain(value) or not _broadcasts(value, like):
+            return value
+        part = own_part(value.detach().expand(like.shape), like)
         return sharded_like(part.to(local_part(like).device), like)
 
     return tuple(map(own, args))
@@ -102,16 +104,25 @@ def sharded_operands(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     for value in filter(_is_plain, args):
         is_wider = not _broadcasts(value, like)
         if has_gradient or is_wider:
-            _refuse_different(operator, value, like, always=is_wider)
+            sizes = "x".join(map(str, value.shape))
+            _refuse_different(f"{operator.name()}({sizes})", value, like, always=is_wider)
         if is_wider:
             like = like.expand(torch.broadcast_shapes(value.shape, like.shape))
     return with_own_parts(args, like)
 
 
-def _refuse_different(operator: Any, value: torch.Tensor, like: Any, always: bool) -> None:
+def refuse_different_indices(operator: Any, args: tuple[Any, ...]) -> None:
+    """UsageError on all ranks where a sharded tensor that needs a gradient is read at other places by each rank, such
+    as those of its samples. Collective, the first times."""
+    tensor, *indices = args
+    if is_dtensor(tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        for value in filter(_is_plain, tree_leaves(indices)):
+            _refuse_different(f"{operator.name()}(indices)", value, tensor, always=False)
+
+
+def _refuse_different(call: str, value: torch.Tensor, like: Any, always: bool) -> None:
     """UsageError on all ranks where it differs between them. Collective, the first times or always."""
-    sizes = "x".join(map(str, value.shape))
-    if value.is_meta or not (named_barrier.meet_at_first(f"{operator.name()}({sizes})", UsageError) or always):
+    if value.is_meta or not (named_barrier.meet_at_first(call, UsageError) or always):
         return
     numbers = value.detach().double()
     own = torch.stack([numbers.sum(), numbers.abs().sum()]).to(like.device_mesh.device_type)
@@ -120,8 +131,8 @@ def _refuse_different(operator: Any, value: torch.Tensor, like: Any, always: boo
     if any(not torch.allclose(one, own, rtol=1e-5, equal_nan=True) for one in found):
         raise UsageError(
             "sharded tensor: a plain tensor counts as equal on all ranks, and this one differs between them (got a "
-            f"tensor of shape {tuple(value.shape)} in {operator.name()}); compute it in the forward of a module of the "
-            "model that has the parameter, or give all ranks one value: accelerator.reduce(tensor, 'mean')."
+            f"tensor of shape {tuple(value.shape)} in {call.partition('(')[0]}); compute it in the forward of a module "
+            "of the model that has the parameter, or give all ranks one value: accelerator.reduce(tensor, 'mean')."
         )
 
 
