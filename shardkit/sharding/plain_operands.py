@@ -96,6 +96,9 @@ def _by_element(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def sharded_operands(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of an operator by elements, all of them sharded. UsageError on all ranks where the operator's
     result has a gradient, and a plain argument differs between ranks."""
+    pending = {one.placements for one in args if is_dtensor(one) and is_pending(one)}
+    if len(pending) > 1:  # a sum and a mean, which torch 2.11 cannot add
+        args = tuple(map(settle, args))
     if not any(map(_is_plain, args)):
         return args
     args = tuple(map(settle, args))
