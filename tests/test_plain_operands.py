@@ -6,15 +6,29 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from shardkit import Accelerator
 from shardkit.distributed import named_barrier
+from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import UsageError
 from tests import loops
 from tests.loops.net import Net, loss_of
 from tests.loops.run import RanksRun, Run, whole
+
+
+class ScaledNet(Net):
+    """With a parameter of one element, and one without dims, which FSDP does not shard."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.gain = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens):
+        return super().forward(tokens) * self.scale * self.gain
 
 
 def assign(target, values):
@@ -36,10 +50,33 @@ def elastic(old, p):
     old.data.add_(difference)
 
 
+def prune(old, p):
+    mask = torch.ones_like(old)
+    mask[p.abs() < 0.1] = 0
+    p.mul_(mask).mul_(old.abs() < p)
+    old.masked_fill_(p > 0, 0.5)
+
+
+def prune_where_both_agree(old, p):
+    mask = old > 0
+    mask &= p.abs() > 0.1
+    other = p > -0.5
+    other |= old > 0.2
+    p.mul_(mask).mul_(other)
+
+
+def keep_largest(old, p):
+    p.copy_(old * (p.abs() > torch.quantile(p.abs().flatten(), 0.3)))
+
+
 def swap(old, p):
     kept = old.data.clone()
     old.data.copy_(p.data)
     p.data.copy_(kept)
+
+
+def vector_of(old):
+    return parameters_to_vector(old.parameters())
 
 
 def task_vector(old, model):
@@ -60,6 +97,9 @@ CHANGES: dict[str, Any] = {
     "average, by differences": lambda old, p: old.sub_(0.1 * (old - p)),
     "average, copied": lambda old, p: old.copy_(0.9 * old + 0.1 * p),
     "average, assigned": lambda old, p: assign(old, 0.9 * old.data + 0.1 * p.data),
+    "average, into out": lambda old, p: torch.add(old.mul_(0.9), p, alpha=0.1, out=old),
+    "average of both, into out": lambda old, p: torch.lerp(p, old, 0.5, out=p),
+    "largest, into out": lambda old, p: torch.maximum(old, p, out=old),
     "average of magnitudes": lambda old, p: old.copy_(torch.maximum(old, p.abs())),
     "average of squares": lambda old, p: old.mul_(0.9).addcmul_(p, p, value=0.1),
     "copy": lambda old, p: old.copy_(p),
@@ -76,6 +116,9 @@ CHANGES: dict[str, Any] = {
     "mask, filled": lambda old, p: p.copy_(p.masked_fill(old.abs() < 0.1, 0.0)),
     "mask, chosen": lambda old, p: p.copy_(torch.where(old.abs() < 0.1, torch.zeros_like(p), p)),
     "mask, chosen from both": lambda old, p: p.copy_(torch.where(old > p, old, p)),
+    "mask of sharded values": prune,
+    "mask, changed in place": prune_where_both_agree,
+    "mask of the largest": keep_largest,
     "clamp": lambda old, p: p.copy_(torch.clamp(p, min=old - 0.01, max=old + 0.01)),
 }
 CHANGES_OF_MODELS: dict[str, Any] = {
@@ -102,6 +145,9 @@ NUMBERS: dict[str, Any] = {
     "cosine": lambda old, p: F.cosine_similarity(p.flatten(), old.flatten(), dim=0).item(),
     "quotients": lambda old, p: (p / (old.abs() + 1)).sum().item() + ((old + 1) / (p.abs() + 1)).sum().item(),
     "divergence": lambda old, p: F.kl_div(p.log_softmax(-1), old.softmax(-1), reduction="sum").item(),
+    "distance of several": lambda old, p: (torch.stack([old, 2 * old]) - p).square().sum().item(),
+    "scaled by a norm": lambda old, p: (old * p.norm()).sum().item(),
+    "chosen": lambda old, p: old[p > 0].sum().item(),
     "equal": lambda old, p: float(torch.equal(p, old)) + 2 * float(torch.equal(old, old + p - p)),
     "close": lambda old, p: float(torch.allclose(p, old)) + 2 * float((p == old).all()),
     "larger": lambda old, p: float((p > old).sum()) + float((old >= p).sum()),
@@ -117,13 +163,19 @@ PENALTIES: dict[str, Any] = {
     "chosen": lambda old, p: torch.where(old > 0, p, old).square().sum(),
     "larger": lambda old, p: torch.maximum(p, old).sum(),
     "quotients": lambda old, p: (p / (old.abs() + 1)).sum(),
+    "product": lambda old, p: torch.dot(p.flatten(), old.flatten()),
+    "squares of several": lambda old, p: (p - torch.stack([old, 2 * old])).square().sum(),
+    "divergence": lambda old, p: kl_divergence(Normal(p, 1.0), Normal(old, 1.0)).sum(),
+}
+PENALTIES_OF_MODELS: dict[str, Any] = {
+    "vector": lambda old, model: (parameters_to_vector(model.parameters()) - vector_of(old)).norm().square(),
 }
 
 
 def results(run: Run) -> dict[str, list[float]]:
     """{use: what it gave, and the weights of the model and its copy after it}."""
     torch.manual_seed(0)
-    model = Net()
+    model = ScaledNet()
     copied = copy.deepcopy(model).requires_grad_(False)
     model = run.prepare(model)
     inner, found = run.unwrap(model), {}
@@ -145,12 +197,20 @@ def results(run: Run) -> dict[str, list[float]]:
         reset()
         for name, number in NUMBERS.items():
             found[name] = [number(old, p) for old, p in pairs()]
-    for name, penalty in PENALTIES.items():
+    with torch.inference_mode():
+        found["inference mode"] = [number(old, p) for number in NUMBERS.values() for old, p in pairs()]
+    for name, penalty in (PENALTIES | PENALTIES_OF_MODELS).items():
         for number in range(2):
-            loss = loss_of(model, run.batch(number))
-            run.backward(loss + sum(penalty(old, p) for old, p in pairs()))
+            operands = pairs() if name in PENALTIES else [(copied, inner)]
+            run.backward(loss_of(model, run.batch(number)) + sum(penalty(old, p) for old, p in operands))
         found[f"penalty: {name}"] = joined([p.grad for p in inner.parameters()])
         model.zero_grad()
+    copied.requires_grad_(True)
+    for number in range(2):
+        loss = loss_of(model, run.batch(number)) + loss_of(copied, torch.ones(2, 6, dtype=torch.long))
+        run.backward(loss + sum((p - old).square().sum() + (old * p).mean() for old, p in pairs()))
+    assert not any(is_dtensor(old.grad) for old in copied.parameters())
+    found["copy that needs a gradient"] = joined([p.grad for p in (*inner.parameters(), *copied.parameters())])
     return found
 
 
@@ -171,6 +231,40 @@ def test_plain_operands_count_as_equal_on_all_ranks(ranks, world, strategy):
         for name, values in found.items():
             difference = (torch.tensor(values) - torch.tensor(expected[name])).abs().max().item()
             assert difference < 3e-5, name
+
+
+def read_own_rows() -> str:
+    fsdp = {"fsdp_auto_wrap_policy": "NO_WRAP"}
+    accelerator = Accelerator(config={"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": fsdp})
+    embed = torch.nn.Embedding(8, 3)
+    embed, _ = accelerator.prepare(embed, torch.optim.SGD(embed.parameters(), lr=0.1))
+    with pytest.raises(UsageError) as found:
+        accelerator.backward(embed.weight[torch.arange(4) + accelerator.process_index].square().sum())
+    return str(found.value)
+
+
+def test_rows_of_own_samples_are_refused_in_a_loss(ranks):
+    for text in ranks.run(2, read_own_rows):
+        assert "differs between" in text
+        assert "shape (4,) in aten::index.Tensor" in text
+
+
+def multiply_own_samples() -> str:
+    fsdp = {"fsdp_auto_wrap_policy": "NO_WRAP"}
+    accelerator = Accelerator(config={"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": fsdp})
+    norm = torch.nn.LayerNorm(4)
+    norm, _ = accelerator.prepare(norm, torch.optim.SGD(norm.parameters(), lr=0.1))
+    with torch.no_grad():
+        for _ in range(3):
+            assert (torch.zeros(2, 4) * norm.weight).shape == (2, 4)
+        with pytest.raises(UsageError) as found:
+            (torch.ones(2, 4) * accelerator.process_index) * norm.weight
+    return str(found.value)
+
+
+def test_samples_are_refused_without_a_gradient_too(ranks):
+    for text in ranks.run(2, multiply_own_samples):
+        assert "shape (2, 4) in aten::mul.Tensor" in text
 
 
 def weigh_own_losses() -> str:

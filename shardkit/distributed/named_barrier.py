@@ -64,10 +64,11 @@ def meet_at_first(call: str, error: type[ShardkitError]) -> bool:
     """`meet` the first two times that this process group makes this call: those that some ranks leave out, they leave
     out from the start. Whether it has met. Without spaces in the call."""
     times = _times.setdefault(dist.group.WORLD, Counter())
-    times[call] += 1
-    if times[call] <= FIRST_TIMES:
-        meet(call, IN_STEP_S, error)
-    return times[call] <= FIRST_TIMES
+    if times[call] >= FIRST_TIMES:
+        return False
+    meet(call, IN_STEP_S, error)
+    times[call] += 1  # only now: those that have waited in vain meet the others at their next call
+    return True
 
 
 def await_all(call: str, timeout_s: float) -> None:

@@ -11,15 +11,29 @@ from typing import Any
 
 import torch
 
+from shardkit.distributed.tensors import local_part
 from shardkit.sharding.dtensor_operators import handle
 
 _aten = torch.ops.aten
+_OF_TWO = (
+    *(_aten.broadcast_tensors.default, _aten.l1_loss.default, _aten.kl_div.default, _aten.outer.default),
+    *(_aten.cosine_similarity.default, _aten.pairwise_distance.default, _aten.max.other, _aten.min.other),
+    *(getattr(_aten, name).Tensor for name in ("subtract", "multiply", "divide", "true_divide", "clip")),
+    *(getattr(_aten, name).Tensor for name in ("less", "greater", "not_equal")),
+    *(getattr(_aten, f"__{i}{name}__").Tensor for i in ("", "i") for name in ("and", "or", "xor")),
+)
+"""One of the two may be plain."""
 
 
 @cache
 def install() -> None:
     """Takes them apart. Has an effect once per process."""
-    handle([getattr(_aten, name).default for name in ("ravel", "quantile", "nanquantile")], _taken_apart)
+    handle(
+        [getattr(_aten, name).default for name in ("ravel", "quantile", "nanquantile")],
+        _taken_apart,
+    )
+    handle(_OF_TWO, _taken_apart)
+    handle([_aten.result_type.Tensor], _result_type)
     handle((_aten.flatten.using_ints, _aten.quantile.scalar, _aten.nanquantile.scalar), _taken_apart)
     try:
         from torch.distributed.tensor._decompositions import DecompShardingStrategy
@@ -31,6 +45,10 @@ def install() -> None:
         return not _is_taken_apart(operator) and has_decomposition(operator)
 
     DecompShardingStrategy.has_decomp = staticmethod(is_tried_whole)  # type: ignore[assignment, method-assign]
+
+
+def _result_type(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> torch.dtype:
+    return torch.result_type(*map(local_part, args))
 
 
 def _taken_apart(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

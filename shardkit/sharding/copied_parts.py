@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.distributed.tensors import local_part, local_slices, own_part
+from shardkit.distributed.tensors import local_part, local_slices, own_part, whole
 from shardkit.errors import UsageError
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
 from shardkit.sharding.into_plain import into_plain
@@ -160,12 +160,12 @@ def _rows_one_by_one(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 def _part(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    whole = args[0]
+    tensor = args[0]
     found = as_torch_does(operator, args, kwargs)
     parts = found if isinstance(found, (list, tuple)) else [found]
-    if isinstance(whole, CopiedPart):
+    if isinstance(tensor, CopiedPart):
         rows: list[_Rows] = []
-    elif any(_sharded_axes(part) < _sharded_axes(whole) for part in parts):
+    elif any(_sharded_axes(part) < _sharded_axes(tensor) for part in parts):
         rows = _PARTS[operator](*args, **kwargs)
     else:
         return found
@@ -178,6 +178,10 @@ def _sharded_axes(tensor: DTensor) -> int:
     return sum(placement.is_shard() for placement in tensor.placements)
 
 
+def _is_alike(tensor: DTensor, other: DTensor) -> bool:
+    return tensor.shape == other.shape and tensor.placements == other.placements
+
+
 def _assign(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`tensor[...] = value`, and `tensor.copy_(value)`. Plain values are the same on every rank."""
     target: Any = args[0]
@@ -185,7 +189,10 @@ def _assign(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if not isinstance(target, DTensor):
         return into_plain(operator, args, kwargs)
     if not isinstance(target, CopiedPart):
-        if isinstance(value, DTensor) or any(placement.is_partial() for placement in target.placements):
+        is_pending = any(placement.is_partial() for placement in target.placements)
+        if isinstance(value, DTensor) and not is_pending and 1 in target.shape and not _is_alike(value, target):
+            value = whole(value)  # torch takes a sharded dim of one element for one to broadcast
+        if isinstance(value, DTensor) or is_pending:
             return as_torch_does(operator, args, kwargs)
         with torch.no_grad():
             mine = value if operator in _FILLS else own_part(value.expand(target.shape), target)

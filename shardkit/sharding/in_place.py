@@ -1,6 +1,7 @@
 """In-place arithmetic of sharded tensors that torch refuses or gets wrong; here it is that of whole tensors.
 
     total += p.grad.norm()           into a plain tensor
+    torch.add(old, p, out=old)       the same, and `out` of sharded tensors with plain ones
     bias.grad.add_(whole)            one element along the sharded dim: torch takes such a dim for one to broadcast
     p.add_(other)                    meshes over the same ranks: a reference model that a library has sharded itself
     norm.clamp_(min=eps)             the value is pending
@@ -27,6 +28,16 @@ _aten = torch.ops.aten
 _WITH_TENSORS = (
     *(_aten.lerp_.Scalar, _aten.lerp_.Tensor, _aten.addcmul_.default, _aten.addcdiv_.default),
     *(_aten.clamp_.Tensor, _aten.clamp_min_.Tensor, _aten.clamp_max_.Tensor),
+    *(_aten.pow_.Tensor, _aten.remainder_.Tensor, _aten.fmod_.Tensor),
+    *(_aten.div_.Tensor_mode, _aten.copysign_.Tensor, _aten.atan2_.default, _aten.hypot_.default),
+    *(getattr(_aten, f"logical_{name}_").default for name in ("and", "or", "xor")),
+    *(getattr(_aten, f"bitwise_{name}_").Tensor for name in ("and", "or", "xor")),
+)
+_WITH_OUT = (
+    *(_aten.add.out, _aten.sub.out, _aten.mul.out, _aten.div.out, _aten.pow.Tensor_Tensor_out),
+    *(_aten.lerp.Scalar_out, _aten.lerp.Tensor_out, _aten.addcmul.out, _aten.addcdiv.out, _aten.where.self_out),
+    *(_aten.maximum.out, _aten.minimum.out, _aten.fmax.out, _aten.fmin.out, _aten.clamp.Tensor_out),
+    *(_aten.logical_and.out, _aten.logical_or.out, _aten.logical_xor.out),
 )
 _OF_NUMBERS = (
     *(_aten.clamp_.default, _aten.clamp_min_.default, _aten.clamp_max_.default),
@@ -40,6 +51,7 @@ def install() -> None:
     """Makes it that of whole tensors. Has an effect once per process."""
     handle((_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor), _change)
     handle((*_WITH_TENSORS, *_OF_NUMBERS), _settle)
+    handle(_WITH_OUT, _into)
     handle((_aten.eye.out, _aten.eye.m_out), _identity)
     handle((_aten.empty_like.default, _aten.new_empty.default, _aten.new_empty_strided.default), _empty)
     handle((_aten.t_.default, _aten.transpose_.default), _refuse_transposition)
@@ -73,6 +85,14 @@ def _settle(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         local_part(tensor).copy_(before)
     settle_in_place(tensor)
     return as_torch_does(operator, args, kwargs)
+
+
+def _into(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Collective where `out` is plain."""
+    out = kwargs["out"]
+    if not is_dtensor(out):
+        return into_plain(operator, args, kwargs)
+    return as_torch_does(operator, with_own_parts(args, out), kwargs)
 
 
 def _identity(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,5 @@
-"""Plain tensors that take the values of sharded ones: `average.add_(p)`, `average.copy_(p)`, `average.data = p.data`.
+"""Plain tensors that take the values of sharded ones: `average.add_(p)`, `average.copy_(p)`, `average.data = p.data`,
+`torch.add(average, p, out=average)`, `mask[p.abs() < 0.1] = 0`.
 
 Every rank has the whole plain tensor, so the sharded ones are gathered for it.
 """
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 from shardkit.distributed import named_barrier
 from shardkit.distributed.tensors import is_dtensor, whole
@@ -18,14 +20,14 @@ log = get_logger(__name__)
 
 
 def into_plain(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The operator, which writes to its first argument, a plain tensor. Collective."""
-    target, *others = args
-    name = operator._schema.name.removeprefix("aten::")
-    operator(
-        target,
-        *(gathered(one, f"plain.{name}(sharded)").to(target.device) if is_dtensor(one) else one for one in others),
-        **kwargs,
-    )
+    """The operator, which writes to a plain tensor: `out`, or its first argument. Collective."""
+    target = kwargs.get("out", args[0])
+    call = f"plain.{operator._schema.name.removeprefix('aten::')}(sharded)"
+
+    def plain(value: Any) -> Any:
+        return gathered(value, call).to(target.device) if is_dtensor(value) else value
+
+    operator(*tree_map(plain, args), **kwargs)
     return target
 
 

@@ -35,7 +35,12 @@ def keep_plain(loss: torch.Tensor) -> None:
     of_plain = [_plain_ones(node, sharded) for node in _scaled_nodes(loss.grad_fn, sharded)]
     for following in {*chain.from_iterable((*meeting.values(), *of_plain))}:
         following.register_prehook(_whole)
-    for node in _with_users(meeting, sharded) if loss.device_mesh.size() > 1 else ():
+    for node in {following for one in sharded for following, _ in one.next_functions} - sharded:
+        if node is not None and node.name() == _ACCUMULATES and not node.metadata.get(_whole):
+            node.register_prehook(_whole)
+            node.metadata[_whole] = True  # a leaf's node may outlive this graph
+    of_samples = [node for node, plain in meeting.items() if not all(map(_is_of_parameter, plain))]
+    for node in _with_users(of_samples, sharded) if loss.device_mesh.size() > 1 else ():
         kind = _kind(node)
         operands = sum(following is not None for following, _ in node.next_functions)
         if kind not in _SUMS | _VIEWS and not (kind in _SCALES and operands == 1):
@@ -86,6 +91,15 @@ def _plain_ones(node: Any, sharded: set[Any]) -> list[Any]:
         for following, _ in node.next_functions
         if following is not None and following not in sharded and following.name() != _ACCUMULATES
     ]
+
+
+def _is_of_parameter(node: Any) -> bool:
+    """Whether it is a view of a plain parameter, such as a scalar that is flattened: no samples take part in it."""
+    while node.name() != _ACCUMULATES:
+        if _kind(node) not in _VIEWS or node.next_functions[0][0] is None:
+            return False
+        node = node.next_functions[0][0]
+    return True
 
 
 def _scaled_nodes(root: Any, sharded: set[Any]) -> set[Any]:

@@ -1,12 +1,13 @@
 """Plain tensors beside sharded ones: `target.lerp_(p, 0.01)`, `(p - start).square().sum()`, `torch.where(mask, p, 0)`.
 
 A copy of the model from before `prepare`, weights to stay close to, a mask: torch refuses to mix these with sharded
-tensors. Here a plain tensor of the whole shape, or one that broadcasts to it, counts as equal on all ranks, which is
-so in a loop that one process runs:
+tensors. Here a plain tensor counts as equal on all ranks, which is so in a loop that one process runs:
 
     p - start, torch.maximum(p, start)     sharded; each rank computes its part, without communication
     average.add_(p), average.copy_(p)      whole on every rank: see `into_plain`
+    (p - start).norm().backward()          `start.grad`, if it needs one, is whole on every rank: see `mixed_losses`
     (losses * weights).backward()          refused if ranks have different `losses`: each would weigh its own samples
+    batch * weights                        also without a gradient, where the plain tensor has more rows
 
 Products of matrices are refused by torch as before: their plain operands are activations, of this rank's samples.
 
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from shardkit.distributed import named_barrier
 from shardkit.distributed.tensors import is_dtensor, local_part, own_part, sharded_like
@@ -29,7 +31,8 @@ from shardkit.sharding.settled import is_pending, of_whole, one_by_one, settle
 _aten = torch.ops.aten
 _BY_ELEMENT = (
     *(_aten.add.Tensor, _aten.sub.Tensor, _aten.rsub.Tensor, _aten.mul.Tensor, _aten.div.Tensor_mode),
-    *(_aten.pow.Tensor_Tensor, _aten.remainder.Tensor, _aten.fmod.Tensor, _aten.atan2.default, _aten.xlogy.Tensor),
+    *(_aten.pow.Tensor_Tensor, _aten.remainder.Tensor, _aten.fmod.Tensor, _aten.floor_divide.default),
+    *(_aten.atan2.default, _aten.hypot.default, _aten.xlogy.Tensor, _aten.logaddexp.default, _aten.copysign.Tensor),
     *(_aten.lerp.Scalar, _aten.lerp.Tensor, _aten.addcmul.default, _aten.addcdiv.default),
     *(_aten.maximum.default, _aten.minimum.default, _aten.fmax.default, _aten.fmin.default, _aten.clamp.Tensor),
     *(_aten.where.self, _aten.where.ScalarOther, _aten.where.ScalarSelf),
@@ -68,9 +71,9 @@ def with_own_parts(args: tuple[Any, ...], like: Any = None) -> tuple[Any, ...]:
         return args
 
     def own(value: Any) -> Any:
-        if not _is_plain(value) or not _broadcasts(value, like) or (value.requires_grad and torch.is_grad_enabled()):
-            return value  # the gradient of a plain tensor would be sharded
-        part = own_part(value.expand(like.shape), like)
+        if not _is_plain(value) or not _broadcasts(value, like):
+            return value
+        part = own_part(value.detach().expand(like.shape), like)
         return sharded_like(part.to(local_part(like).device), like)
 
     return tuple(map(own, args))
@@ -93,20 +96,36 @@ def _by_element(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def sharded_operands(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of an operator by elements, all of them sharded. UsageError on all ranks where the operator's
     result has a gradient, and a plain argument differs between ranks."""
+    pending = {one.placements for one in args if is_dtensor(one) and is_pending(one)}
+    if len(pending) > 1:  # a sum and a mean, which torch 2.11 cannot add
+        args = tuple(map(settle, args))
     if not any(map(_is_plain, args)):
         return args
     args = tuple(map(settle, args))
-    like = max(filter(is_dtensor, args), key=lambda tensor: tensor.dim())
-    if torch.is_grad_enabled() and any(one.requires_grad for one in args if isinstance(one, torch.Tensor)):
-        for value in filter(_is_plain, args):
-            _refuse_different(operator, value, like)
+    like: Any = max(filter(is_dtensor, args), key=lambda tensor: tensor.dim())
+    has_gradient = torch.is_grad_enabled() and any(one.requires_grad for one in args if isinstance(one, torch.Tensor))
+    for value in filter(_is_plain, args):
+        is_wider = not _broadcasts(value, like)
+        if has_gradient or is_wider:
+            sizes = "x".join(map(str, value.shape))
+            _refuse_different(f"{operator.name()}({sizes})", value, like, always=is_wider)
+        if is_wider:
+            like = like.expand(torch.broadcast_shapes(value.shape, like.shape))
     return with_own_parts(args, like)
 
 
-def _refuse_different(operator: Any, value: torch.Tensor, like: Any) -> None:
-    """UsageError on all ranks where it differs between them. Collective, the first times."""
-    sizes = "x".join(map(str, value.shape))
-    if value.is_meta or not named_barrier.meet_at_first(f"{operator.name()}({sizes})", UsageError):
+def refuse_different_indices(operator: Any, args: tuple[Any, ...]) -> None:
+    """UsageError on all ranks where a sharded tensor that needs a gradient is read at other places by each rank, such
+    as those of its samples. Collective, the first times."""
+    tensor, *indices = args
+    if is_dtensor(tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        for value in filter(_is_plain, tree_leaves(indices)):
+            _refuse_different(f"{operator.name()}(indices)", value, tensor, always=False)
+
+
+def _refuse_different(call: str, value: torch.Tensor, like: Any, always: bool) -> None:
+    """UsageError on all ranks where it differs between them. Collective, the first times or always."""
+    if value.is_meta or not (named_barrier.meet_at_first(call, UsageError) or always):
         return
     numbers = value.detach().double()
     own = torch.stack([numbers.sum(), numbers.abs().sum()]).to(like.device_mesh.device_type)
@@ -115,8 +134,8 @@ def _refuse_different(operator: Any, value: torch.Tensor, like: Any) -> None:
     if any(not torch.allclose(one, own, rtol=1e-5, equal_nan=True) for one in found):
         raise UsageError(
             "sharded tensor: a plain tensor counts as equal on all ranks, and this one differs between them (got a "
-            f"tensor of shape {tuple(value.shape)} in {operator.name()}); compute it in the forward of a module of the "
-            "model that has the parameter, or give all ranks one value: accelerator.reduce(tensor, 'mean')."
+            f"tensor of shape {tuple(value.shape)} in {call.partition('(')[0]}); compute it in the forward of a module "
+            "of the model that has the parameter, or give all ranks one value: accelerator.reduce(tensor, 'mean')."
         )
 
 

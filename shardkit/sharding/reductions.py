@@ -56,6 +56,7 @@ def install() -> None:
     handle(_QUOTIENTS, _quotient)
     handle((_aten.cat.default, _aten.stack.default), _join)
     handle(_ANSWERS, _answer)
+    handle((_aten._is_all_true.default, _aten._is_any_true.default), _answer_by_name)
     handle([_aten.allclose.default], _are_close)
     handle(_RUNNING, _running)
     handle(_EXTREMES, _extreme)
@@ -114,6 +115,11 @@ def _join(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _answer(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return settle(as_torch_does(operator, args, kwargs))
+
+
+def _answer_by_name(operator: Any, args: tuple[Any, ...], _: Any) -> Any:
+    """As `torch.distributions` asks whether arguments are valid."""
+    return args[0].all() if operator is _aten._is_all_true.default else args[0].any()
 
 
 def _are_close(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

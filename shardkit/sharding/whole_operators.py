@@ -20,6 +20,7 @@ from shardkit.distributed.tensors import is_dtensor
 from shardkit.sharding import copied_parts
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
 from shardkit.sharding.into_plain import into_plain
+from shardkit.sharding.plain_operands import refuse_different_indices
 from shardkit.sharding.settled import in_place_of_whole, is_pending, of_whole, settle_in_place
 
 _aten = torch.ops.aten
@@ -45,8 +46,14 @@ _WRITES = (
 @cache
 def install() -> None:
     """Makes them work on whole tensors. Has an effect once per process."""
-    handle(_READS, of_whole)
+    handle(_READS, _read)
     handle(_WRITES, _write)
+
+
+def _read(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Collective. UsageError where each rank reads other elements in a loss."""
+    refuse_different_indices(operator, args)
+    return of_whole(operator, args, kwargs)
 
 
 def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
