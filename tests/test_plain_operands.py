@@ -233,11 +233,14 @@ def test_plain_operands_count_as_equal_on_all_ranks(ranks, world, strategy):
             assert difference < 3e-5, name
 
 
-def read_own_rows() -> str:
+def sharded(model: torch.nn.Module) -> tuple[Accelerator, Any]:
     fsdp = {"fsdp_auto_wrap_policy": "NO_WRAP"}
     accelerator = Accelerator(config={"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": fsdp})
-    embed = torch.nn.Embedding(8, 3)
-    embed, _ = accelerator.prepare(embed, torch.optim.SGD(embed.parameters(), lr=0.1))
+    return accelerator, accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
+
+
+def read_own_rows() -> str:
+    accelerator, embed = sharded(torch.nn.Embedding(8, 3))
     with pytest.raises(UsageError) as found:
         accelerator.backward(embed.weight[torch.arange(4) + accelerator.process_index].square().sum())
     return str(found.value)
@@ -250,10 +253,7 @@ def test_rows_of_own_samples_are_refused_in_a_loss(ranks):
 
 
 def multiply_own_samples() -> str:
-    fsdp = {"fsdp_auto_wrap_policy": "NO_WRAP"}
-    accelerator = Accelerator(config={"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": fsdp})
-    norm = torch.nn.LayerNorm(4)
-    norm, _ = accelerator.prepare(norm, torch.optim.SGD(norm.parameters(), lr=0.1))
+    accelerator, norm = sharded(torch.nn.LayerNorm(4))
     with torch.no_grad():
         for _ in range(3):
             assert (torch.zeros(2, 4) * norm.weight).shape == (2, 4)
@@ -268,10 +268,7 @@ def test_samples_are_refused_without_a_gradient_too(ranks):
 
 
 def weigh_own_losses() -> str:
-    fsdp = {"fsdp_auto_wrap_policy": "NO_WRAP"}
-    accelerator = Accelerator(config={"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": fsdp})
-    weights = torch.nn.ParameterList([torch.zeros(4)])
-    weights, _ = accelerator.prepare(weights, torch.optim.SGD(weights.parameters(), lr=0.1))
+    accelerator, weights = sharded(torch.nn.ParameterList([torch.zeros(4)]))
     losses = torch.arange(4.0) + accelerator.process_index
     with pytest.raises(UsageError) as found:
         accelerator.backward((losses * weights[0].exp()).sum())
@@ -285,11 +282,9 @@ def test_values_of_own_samples_are_refused_in_a_loss(ranks):
 
 
 def average_on_rank_0() -> str:
-    fsdp = {"fsdp_auto_wrap_policy": "NO_WRAP"}
-    accelerator = Accelerator(config={"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": fsdp})
     model = torch.nn.Linear(3, 2)
     average = copy.deepcopy(model).requires_grad_(False)
-    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator, model = sharded(model)
     if not accelerator.is_main_process:
         return ""
     named_barrier.IN_STEP_S, found_s = 0.5, named_barrier.IN_STEP_S
