@@ -86,9 +86,10 @@ def test_forked_ranks_draw_different_random_numbers(tmp_path):
 
 
 KILLS_ITS_KIN = """
-import os, signal
+import os, signal, time
 from pathlib import Path
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(1)  # the launcher is yet to be told that this rank was forked
     launcher = os.getppid()
     for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
         if int(pid) != os.getpid():
