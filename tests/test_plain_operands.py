@@ -239,17 +239,24 @@ def sharded(model: torch.nn.Module) -> tuple[Accelerator, Any]:
     return accelerator, accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
 
 
-def read_own_rows() -> str:
-    accelerator, embed = sharded(torch.nn.Embedding(8, 3))
+LOSSES_OF_OWN_SAMPLES: dict[str, Any] = {
+    "aten::index.Tensor": lambda table, rank: table[torch.arange(4) + rank].square().sum(),
+    "aten::mul.Tensor": lambda weights, rank: ((torch.arange(4.0) + rank) * weights.exp()).sum(),
+}
+
+
+def lose_of_own_samples(operator: str, shape: tuple[int, ...]) -> str:
+    accelerator, weights = sharded(torch.nn.ParameterList([torch.zeros(shape)]))
     with pytest.raises(UsageError) as found:
-        accelerator.backward(embed.weight[torch.arange(4) + accelerator.process_index].square().sum())
+        accelerator.backward(LOSSES_OF_OWN_SAMPLES[operator](weights[0], accelerator.process_index))
     return str(found.value)
 
 
-def test_rows_of_own_samples_are_refused_in_a_loss(ranks):
-    for text in ranks.run(2, read_own_rows):
+@pytest.mark.parametrize(("operator", "shape"), [("aten::index.Tensor", (8, 3)), ("aten::mul.Tensor", (4,))])
+def test_values_of_own_samples_are_refused_in_a_loss(ranks, operator, shape):
+    for text in ranks.run(2, lose_of_own_samples, operator, shape):
         assert "differs between" in text
-        assert "shape (4,) in aten::index.Tensor" in text
+        assert f"shape (4,) in {operator}" in text
 
 
 def multiply_own_samples() -> str:
@@ -265,20 +272,6 @@ def multiply_own_samples() -> str:
 def test_samples_are_refused_without_a_gradient_too(ranks):
     for text in ranks.run(2, multiply_own_samples):
         assert "shape (2, 4) in aten::mul.Tensor" in text
-
-
-def weigh_own_losses() -> str:
-    accelerator, weights = sharded(torch.nn.ParameterList([torch.zeros(4)]))
-    losses = torch.arange(4.0) + accelerator.process_index
-    with pytest.raises(UsageError) as found:
-        accelerator.backward((losses * weights[0].exp()).sum())
-    return str(found.value)
-
-
-def test_values_of_own_samples_are_refused_in_a_loss(ranks):
-    for text in ranks.run(2, weigh_own_losses):
-        assert "differs between" in text
-        assert "shape (4,) in aten::mul.Tensor" in text
 
 
 def average_on_rank_0() -> str:

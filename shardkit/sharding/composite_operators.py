@@ -15,6 +15,10 @@ from shardkit.distributed.tensors import local_part
 from shardkit.sharding.dtensor_operators import handle
 
 _aten = torch.ops.aten
+_OF_ONE = (
+    *(getattr(_aten, name).default for name in ("ravel", "quantile", "nanquantile")),
+    *(_aten.flatten.using_ints, _aten.quantile.scalar, _aten.nanquantile.scalar),
+)
 _OF_TWO = (
     *(_aten.broadcast_tensors.default, _aten.l1_loss.default, _aten.kl_div.default, _aten.outer.default),
     *(_aten.cosine_similarity.default, _aten.pairwise_distance.default, _aten.max.other, _aten.min.other),
@@ -28,13 +32,8 @@ _OF_TWO = (
 @cache
 def install() -> None:
     """Takes them apart. Has an effect once per process."""
-    handle(
-        [getattr(_aten, name).default for name in ("ravel", "quantile", "nanquantile")],
-        _taken_apart,
-    )
-    handle(_OF_TWO, _taken_apart)
+    handle((*_OF_ONE, *_OF_TWO), _taken_apart)
     handle([_aten.result_type.Tensor], _result_type)
-    handle((_aten.flatten.using_ints, _aten.quantile.scalar, _aten.nanquantile.scalar), _taken_apart)
     try:
         from torch.distributed.tensor._decompositions import DecompShardingStrategy
     except ImportError:  # such a torch takes them apart
