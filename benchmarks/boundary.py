@@ -22,7 +22,7 @@ import torch.multiprocessing
 from benchmarks import interleaved
 from shardkit.distributed import control
 from shardkit.distributed.background_agreement import BackgroundAgreement
-from shardkit.runtime.same_modules import noticed_late
+from shardkit.runtime.likely_mistakes.same_modules import noticed_late
 
 BESIDE, ASKED, REDUCED = "beside", "asked", "all-reduce"
 

@@ -40,10 +40,11 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks import interleaved
 from benchmarks.contestants import Unavailable
-from shardkit.checkpoint import read, write
-from shardkit.checkpoint.async_save import AsyncSave
-from shardkit.checkpoint.layout import Kind
-from shardkit.checkpoint.state import Live
+from shardkit.checkpoint.files.layout import Kind
+from shardkit.checkpoint.loading import read
+from shardkit.checkpoint.saving import write
+from shardkit.checkpoint.saving.async_save import AsyncSave
+from shardkit.checkpoint.states.state import Live
 from shardkit.distributed import control
 from shardkit.distributed.control import ControlGroup
 

@@ -34,8 +34,9 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks import interleaved
 from benchmarks.checkpoint import WIDTH, peak_of
-from shardkit.checkpoint import read, write
-from shardkit.checkpoint.state import Live
+from shardkit.checkpoint.loading import read
+from shardkit.checkpoint.saving import write
+from shardkit.checkpoint.states.state import Live
 from shardkit.distributed import control
 
 # Ours, the other, and what the project promises of the ratio (None: nothing).

@@ -30,10 +30,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import interleaved
-from shardkit.checkpoint import disk, index_json, layout, manifest, opening, per_rank, state, tensors
-from shardkit.checkpoint.layout import Index
-from shardkit.checkpoint.manifest import File, Manifest
-from shardkit.checkpoint.state import Live
+from shardkit.checkpoint.files import disk, index_json, layout, manifest
+from shardkit.checkpoint.files.layout import Index
+from shardkit.checkpoint.files.manifest import File, Manifest
+from shardkit.checkpoint.saving import opening
+from shardkit.checkpoint.states import per_rank, state, tensors
+from shardkit.checkpoint.states.state import Live
 
 RANKS = (2, 64, 1024, 4096)
 # DCP at 4,096 ranks would need about 17 GiB and two minutes.

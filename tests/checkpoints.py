@@ -10,8 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardkit.checkpoint import read, state, write
-from shardkit.checkpoint.load_plan import LoadOptions
+from shardkit.checkpoint.loading import read
+from shardkit.checkpoint.loading.load_plan import LoadOptions
+from shardkit.checkpoint.saving import write
+from shardkit.checkpoint.states import state
 from shardkit.distributed import control
 from shardkit.distributed.tensors import local_part
 from shardkit.storage.url import place_of

@@ -25,7 +25,7 @@ TIMEOUT_S = 240.0
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["pytest", "torch.distributed.fsdp", "torch._dynamo", "tests.checkpoints", "shardkit.runtime.saving"]
+    ["pytest", "torch.distributed.fsdp", "torch._dynamo", "tests.checkpoints", "shardkit.runtime.checkpoints.saving"]
 )
 
 

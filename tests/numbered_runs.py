@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardkit import Accelerator, ProjectConfiguration
-from shardkit.runtime import saving
+from shardkit.runtime.checkpoints import saving
 
 
 def run_of(project, workers=0, limit=None, seed=3, **settings):

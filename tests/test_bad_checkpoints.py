@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardkit import values
-from shardkit.checkpoint import digest as digests
-from shardkit.checkpoint import disk, manifest, state_json
+from shardkit.checkpoint.files import digest as digests
+from shardkit.checkpoint.files import disk, manifest, state_json
 from shardkit.cli.main import run
 from shardkit.errors import CheckpointCorrupted, CheckpointError
 from tests import checkpoints

@@ -8,7 +8,7 @@ from torch import nn
 from shardkit import Accelerator, ProjectConfiguration
 from shardkit.distributed import buffers
 from shardkit.errors import UsageError
-from shardkit.runtime import saving
+from shardkit.runtime.checkpoints import saving
 from tests.ranks import log_lines
 
 

@@ -7,9 +7,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shardkit import Accelerator, ProjectConfiguration
-from shardkit.checkpoint import folder, lock, manifest
+from shardkit.checkpoint.files import folder, manifest
+from shardkit.checkpoint.saving import lock
 from shardkit.errors import CheckpointSaveError
-from shardkit.runtime import saving
+from shardkit.runtime.checkpoints import saving
 from tests import forked
 from tests.loops.run import whole
 from tests.numbered_runs import run_of, train

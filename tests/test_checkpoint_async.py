@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from shardkit import Accelerator, ProjectConfiguration
-from shardkit.checkpoint import async_save, write
-from shardkit.checkpoint.verify import damages, open_checkpoint
+from shardkit.checkpoint.files.verify import damages, open_checkpoint
+from shardkit.checkpoint.saving import async_save, write
 from shardkit.distributed import control
 from shardkit.errors import CheckpointSaveError
-from shardkit.runtime import separate_checkpoints
+from shardkit.runtime.checkpoints import separate_checkpoints
 from tests import checkpoints
 from tests.ranks import log_lines
 

@@ -15,9 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from shardkit import Accelerator, ProjectConfiguration
-from shardkit.checkpoint import folder, manifest, retention
+from shardkit.checkpoint.files import folder, manifest
+from shardkit.checkpoint.saving import retention
 from shardkit.errors import CheckpointError, UsageError
-from shardkit.runtime import saving
+from shardkit.runtime.checkpoints import saving
 from tests.numbered_runs import in_parts, run_of, train, uninterrupted
 from tests.ranks import log_lines
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from shardkit.checkpoint.state import Live
+from shardkit.checkpoint.states.state import Live
 from shardkit.errors import CheckpointError
 from tests import checkpoints
 from tests.ranks import log_lines

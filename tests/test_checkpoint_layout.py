@@ -8,8 +8,8 @@ from math import prod
 
 import pytest
 
-from shardkit.checkpoint import index_json, layout
-from shardkit.checkpoint.layout import Box, Index, Mesh, TensorEntry
+from shardkit.checkpoint.files import index_json, layout
+from shardkit.checkpoint.files.layout import Box, Index, Mesh, TensorEntry
 from shardkit.errors import CheckpointCorrupted
 
 MESHES = [

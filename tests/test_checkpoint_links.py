@@ -9,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardkit.checkpoint import folder, locate, manifest, retention, verify
+from shardkit.checkpoint.files import folder, manifest, verify
+from shardkit.checkpoint.loading import locate
+from shardkit.checkpoint.saving import retention
 from shardkit.cli.main import run as run_command
 from shardkit.errors import EXIT_CHECKPOINT, CheckpointError, CheckpointSaveError, UsageError
-from shardkit.runtime import objects, saving
+from shardkit.runtime.checkpoints import objects, saving
 from tests.numbered_runs import run_of, train
 
 

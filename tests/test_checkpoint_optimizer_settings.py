@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from shardkit.checkpoint import state
+from shardkit.checkpoint.states import state
 from shardkit.errors import CheckpointError
 from tests import checkpoints
 

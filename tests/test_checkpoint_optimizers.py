@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit import Accelerator
-from shardkit.checkpoint import convert, manifest, optimizers, state
+from shardkit.checkpoint.commands import convert
+from shardkit.checkpoint.files import manifest
+from shardkit.checkpoint.states import optimizers, state
 from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointError, StateIncomplete
 from shardkit.model.prepared import Prepared

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from shardkit.checkpoint import compare, manifest, verify
-from shardkit.checkpoint.fill import Saved
+from shardkit.checkpoint.commands import compare
+from shardkit.checkpoint.files import manifest, verify
+from shardkit.checkpoint.states.fill import Saved
 from shardkit.errors import CheckpointCorrupted, CheckpointError
-from shardkit.runtime import saving
+from shardkit.runtime.checkpoints import saving
 from tests import checkpoints
 from tests.numbered_runs import run_of, train
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit.checkpoint import folder, manifest
+from shardkit.checkpoint.files import folder, manifest
 from shardkit.distributed.process import leave
 from shardkit.errors import CheckpointError, UsageError
 from tests import checkpoints, forked

@@ -8,7 +8,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from shardkit.checkpoint import manifest, state, write
+from shardkit.checkpoint.files import manifest
+from shardkit.checkpoint.saving import write
+from shardkit.checkpoint.states import state
 from shardkit.distributed import control
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from tests import checkpoints
@@ -93,7 +95,7 @@ def test_copies_are_written_once_and_shared_out(ranks, tmp_path):
 def save_large_copies(folder):
     from torch import nn
 
-    from shardkit.checkpoint.state import Live
+    from shardkit.checkpoint.states.state import Live
 
     checkpoints.save(Live([nn.parallel.DistributedDataParallel(nn.Linear(1100, 1000))]), folder)
 
@@ -113,7 +115,7 @@ class Different(checkpoints.Net):
 
 
 def refuse_what_does_not_fit(folder):
-    from shardkit.checkpoint.state import Live
+    from shardkit.checkpoint.states.state import Live
 
     checkpoints.save(checkpoints.build("plain"), folder)
     for change, text in {
@@ -264,7 +266,7 @@ def columns(seed, rows):
 
 
 def save_columns(folder, kind, digest):
-    from shardkit.checkpoint.state import Live
+    from shardkit.checkpoint.states.state import Live
 
     model = columns(1, 40)
     checkpoints.save(Live([model]), folder, kind=kind, digest=digest)
@@ -272,7 +274,7 @@ def save_columns(folder, kind, digest):
 
 
 def load_columns(folder, seed):
-    from shardkit.checkpoint.state import Live
+    from shardkit.checkpoint.states.state import Live
 
     models = columns(seed, 40), torch.nn.Linear(300, 40, bias=False)
     for model in models:
@@ -291,7 +293,7 @@ def test_any_dim_may_be_split_and_either_digest_guards(ranks, tmp_path, kind, di
 
 def several(folder):
     """Two models, an optimizer over both and one of its own, nested and plain optimizer state, a scaler."""
-    from shardkit.checkpoint.state import Live
+    from shardkit.checkpoint.states.state import Live
 
     def build_several(seed):
         torch.manual_seed(seed)

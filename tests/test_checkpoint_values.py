@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from shardkit import values
-from shardkit.checkpoint import disk, folder, manifest, tensors
+from shardkit.checkpoint.files import disk, folder, manifest
+from shardkit.checkpoint.states import tensors
 from shardkit.errors import CheckpointCorrupted, CheckpointError
 from shardkit.values import NotStorable, decode, encode
 from tests import checkpoints

@@ -14,19 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardkit.checkpoint import (
-    compare,
-    disk,
-    export,
-    folder,
-    locate,
-    lock,
-    manifest,
-    retention,
-    save_model,
-    state,
-    verify,
-)
+from shardkit.checkpoint.commands import compare
+from shardkit.checkpoint.exporting import export, save_model
+from shardkit.checkpoint.files import disk, folder, manifest, verify
+from shardkit.checkpoint.loading import locate
+from shardkit.checkpoint.saving import lock, retention
+from shardkit.checkpoint.states import state
 from shardkit.cli import checkpoint_text
 from shardkit.cli.main import EXIT_UNREAD, run
 from shardkit.cli.progress import Progress
@@ -272,7 +265,7 @@ def test_prune_of_another_users_folder_says_what_to_do(project, capsys, monkeypa
     def refused(*_):
         raise PermissionError(errno.EACCES, "Permission denied", "checkpoints/.lock")
 
-    monkeypatch.setattr("shardkit.checkpoint.lock.acquire", refused)
+    monkeypatch.setattr("shardkit.checkpoint.saving.lock.acquire", refused)
     assert run(["checkpoint", "prune", str(project), "--keep-last", "1"]) == EXIT_CHECKPOINT
     advice = "check its permissions and those of the folders above it"
     assert f"checkpoint: checkpoints/.lock: Permission denied; {advice}.\n" == capsys.readouterr().err
@@ -439,7 +432,8 @@ def test_merge_reads_a_bounded_number_of_bytes_at_once(project, tmp_path, capsys
     monkeypatch.setattr(disk, "read_into", counted)
     monkeypatch.setattr(disk, "BLOCK_BYTES", 128)
     monkeypatch.setattr(disk, "JSON_LIMIT_BYTES", 1 << 20)
-    from shardkit.checkpoint import merge, verify
+    from shardkit.checkpoint.commands import merge
+    from shardkit.checkpoint.files import verify
 
     checkpoint = verify.open_checkpoint(project / "checkpoints" / "step-00000008")
     _ = checkpoint.index

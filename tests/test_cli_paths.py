@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shardkit import ProjectConfiguration
-from shardkit.checkpoint import retention
+from shardkit.checkpoint.saving import retention
 from shardkit.cli.main import run
 from shardkit.launch import folders
 from shardkit.storage.url import place_of

@@ -16,7 +16,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 from shardkit import Accelerator
 from shardkit.distributed import control
 from shardkit.errors import CheckpointSaveError, UsageError
-from shardkit.runtime import objects, process_control
+from shardkit.runtime import process_control
+from shardkit.runtime.checkpoints import objects
 from tests.training import DDP, FULL, Points, parts
 
 

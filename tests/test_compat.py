@@ -1145,9 +1145,9 @@ def test_a_loop_for_schedule_free_optimizers_runs_with_any(clean_states):
 
 
 def trains_under_fsdp_of_an_older_torch():
-    from shardkit.sharding import fsdp
+    from shardkit.sharding.fsdp import shard_model
 
-    found, fsdp.can_reduce_unused = fsdp.can_reduce_unused, lambda: False
+    found, shard_model.can_reduce_unused = shard_model.can_reduce_unused, lambda: False
     try:
         handlers = [DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=10)]
         accelerator = Accelerator(kwargs_handlers=handlers, config={"use_cpu": True, "num_processes": 2})
@@ -1156,7 +1156,7 @@ def trains_under_fsdp_of_an_older_torch():
         accelerator.backward(model(torch.ones(1, 1)).sum())
         return [line for line in lines if "find_unused_parameters" in line]
     finally:
-        fsdp.can_reduce_unused = found
+        shard_model.can_reduce_unused = found
 
 
 def test_an_older_torch_ignores_find_unused_parameters_under_fsdp_and_says_so(ranks):

@@ -20,11 +20,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
 )
 
-from shardkit.checkpoint import convert, dcp, state
+from shardkit.checkpoint.commands import convert, dcp
+from shardkit.checkpoint.states import state
 from shardkit.cli.main import run
 from shardkit.errors import EXIT_CHECKPOINT, CheckpointCorrupted, CheckpointError
 from shardkit.model.prepared import Prepared
-from shardkit.runtime import step_boundary
+from shardkit.runtime.steps import step_boundary
 from tests.checkpoints import Counter, build, digest_of, dropout_off, load, train
 
 

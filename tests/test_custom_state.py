@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from shardkit.checkpoint import manifest, save_model
-from shardkit.checkpoint.state import Live, whole_tensors
+from shardkit.checkpoint.exporting import save_model
+from shardkit.checkpoint.files import manifest
+from shardkit.checkpoint.states.state import Live, whole_tensors
 from shardkit.cli.main import run
 from shardkit.distributed import control
 from shardkit.errors import CheckpointError, CheckpointSaveError, StateIncomplete

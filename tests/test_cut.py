@@ -12,7 +12,7 @@ from shardkit.distributed import process
 from shardkit.errors import ModelError
 from shardkit.model.live import tree_of
 from shardkit.plan.unit_sizes import layout
-from shardkit.sharding import fsdp_internals
+from shardkit.sharding.fsdp import internals
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
 
@@ -101,8 +101,8 @@ def run(model: nn.Module, config: Config) -> Cut:
         return str(error)
     names = {id(module): fqn for fqn, module in reversed(list(sharded.named_modules(remove_duplicate=False)))}
     found = {}
-    for state in fsdp_internals.states_of(sharded):
-        numel = sum(p.sharded_param.numel() for group in fsdp_internals.groups_of(state) for p in group.fsdp_params)
+    for state in internals.states_of(sharded):
+        numel = sum(p.sharded_param.numel() for group in internals.groups_of(state) for p in group.fsdp_params)
         if numel:
             found[names[id(state._modules[0])]] = numel
     return found

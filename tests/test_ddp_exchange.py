@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.optim.swa_utils import AveragedModel
 
 from shardkit import Accelerator
-from shardkit.runtime import loading
+from shardkit.runtime.checkpoints import loading
 from tests.training import loop, parts, plain, weights_of
 
 

@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import Accelerator
-from shardkit.checkpoint import manifest, merge
-from shardkit.checkpoint.verify import Checkpoint
+from shardkit.checkpoint.commands import merge
+from shardkit.checkpoint.files import manifest
+from shardkit.checkpoint.files.verify import Checkpoint
 from shardkit.config.schema import Config, FsdpConfig
 from shardkit.model.cut import shard_dim
 from shardkit.model.describe import ModelDescription
@@ -24,7 +25,7 @@ from shardkit.plan.answer import PlanRequest, row
 from shardkit.plan.closed_form import estimate
 from shardkit.plan.devices import DEVICES
 from shardkit.plan.notes import undivided
-from shardkit.runtime import saving
+from shardkit.runtime.checkpoints import saving
 from shardkit.sharding.init import init_empty_weights
 
 WIDTH, EXPERTS, SAMPLES, STEPS = 12, 2, 12, 4

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shardkit import Accelerator
-from shardkit.checkpoint import export, save_model, state
+from shardkit.checkpoint.exporting import export, save_model
+from shardkit.checkpoint.states import state
 from shardkit.distributed import control
 from shardkit.errors import CheckpointSaveError, UsageError
 from tests import checkpoints, forked
@@ -392,7 +393,7 @@ def test_narrow_floats_are_widened_and_the_rest_is_kept(tmp_path):
 
 
 def test_blocks_of_a_sharded_dim_1_and_of_large_tensors(tmp_path, monkeypatch):
-    from shardkit.checkpoint import disk
+    from shardkit.checkpoint.files import disk
 
     monkeypatch.setattr(disk, "BLOCK_BYTES", 64)
     model = nn.Linear(37, 11)

@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit.checkpoint import async_save, commit, disk, faults, folder, manifest, opening, retention, write
+from shardkit.checkpoint import faults
+from shardkit.checkpoint.files import disk, folder, manifest
+from shardkit.checkpoint.saving import async_save, commit, opening, retention, write
 from shardkit.distributed import control
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from tests import forked

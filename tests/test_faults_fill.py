@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from benchmarks.checkpoint import peak_of
-from shardkit.checkpoint import folder, read, seen, state
+from shardkit.checkpoint.files import folder
+from shardkit.checkpoint.loading import read, seen
+from shardkit.checkpoint.states import state
 from shardkit.distributed import control
 from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointCorrupted, CheckpointError, CheckpointSaveError, StateIncomplete
-from shardkit.runtime import saving, separate_checkpoints
+from shardkit.runtime.checkpoints import saving, separate_checkpoints
 from tests import checkpoints, forked
 from tests.checkpoints import fill, prepared, values_in
 from tests.numbered_runs import run_of, train
@@ -279,7 +281,7 @@ class Strided(torch.nn.Module):
 @pytest.mark.parametrize("block", [16, 200, 1 << 20])
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_tensors_of_any_stride_are_filled(tmp_path, monkeypatch, kind, block):
-    from shardkit.checkpoint import disk
+    from shardkit.checkpoint.files import disk
 
     checkpoints.save(state.Live([Strided(3.0)]), tmp_path / "c", kind=kind)
     monkeypatch.setattr(disk, "BLOCK_BYTES", block)
@@ -301,8 +303,8 @@ def columns_and_back(folder, kind):
 
 
 def columns_in_small_blocks(folder, block):
-    from shardkit.checkpoint import disk
-    from shardkit.checkpoint import fill as filling
+    from shardkit.checkpoint.files import disk
+    from shardkit.checkpoint.states import fill as filling
     from tests.test_checkpoint_state import columns
 
     found = disk.BLOCK_BYTES, filling.RUN_BYTES

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from shardkit import Accelerator, ProjectConfiguration
-from shardkit.checkpoint import disk, folder, lock, manifest
+from shardkit.checkpoint.files import disk, folder, manifest
+from shardkit.checkpoint.saving import lock
 from shardkit.errors import CheckpointCorrupted, CheckpointError, CheckpointSaveError
 from shardkit.wording import counted
 from tests import checkpoints, forked

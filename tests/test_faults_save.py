@@ -8,7 +8,8 @@ import signal
 import pytest
 import torch
 
-from shardkit.checkpoint import faults, folder, manifest
+from shardkit.checkpoint import faults
+from shardkit.checkpoint.files import folder, manifest
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from tests import checkpoints, forked
 from tests.checkpoints import fill, prepared, resumed_step, values_in
@@ -139,7 +140,7 @@ def test_the_operating_system_refuses_to_write_more(tmp_path):
 
 
 def save_without_room(root):
-    from shardkit.checkpoint import disk
+    from shardkit.checkpoint.files import disk
 
     live = prepared("plain")
     found, disk.free_bytes = disk.free_bytes, lambda path: 7_400_000
@@ -221,7 +222,7 @@ def save_apart(root):
     """Ranks on machines of their own, simulated by working folders of their own."""
     import torch.distributed as dist
 
-    from shardkit.checkpoint import put
+    from shardkit.checkpoint.saving import put
 
     put.SHARED_STORAGE_WAIT_S = 0.5
     mine = root / f"machine-{dist.get_rank()}"

@@ -24,7 +24,8 @@ from shardkit.distributed.tensors import is_dtensor, local_part, whole
 from shardkit.errors import ConfigError, MachineError, ModelError
 from shardkit.optim.local_step import stepper_of
 from shardkit.plan import roofline
-from shardkit.sharding import float8, fsdp_internals, precision
+from shardkit.sharding import float8, precision
+from shardkit.sharding.fsdp import internals
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
 from shardkit.wizard import options
@@ -152,7 +153,7 @@ def trained(kind: str, strategy: int, steps: int = 4) -> dict[str, Any]:
         losses.append(mean.item() / world)
     float8.EMULATES = False
     weight = model.blocks[0].up.weight
-    gathered = {p._param_fqn: p for p in fsdp_internals.parameters_of(model)} if strategy != 3 else {}
+    gathered = {p._param_fqn: p for p in internals.parameters_of(model)} if strategy != 3 else {}
     return {
         "gathered": {name: str(p.all_gather_outputs[0].dtype) for name, p in gathered.items()},
         "losses": losses,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardkit.checkpoint import convert, dcp, foreign_files
+from shardkit.checkpoint.commands import convert, dcp, foreign_files
 from shardkit.errors import CheckpointCorrupted, CheckpointError
 from shardkit.model.prepared import Prepared
 from tests.test_convert_checkpoint import one_step, save_alone

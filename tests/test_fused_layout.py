@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW
 
-from shardkit.checkpoint.state import Live
+from shardkit.checkpoint.states.state import Live
 from shardkit.optim.kernels import choose_kernels
 from tests import checkpoints
 

@@ -88,6 +88,14 @@ def test_imports_go_one_way(module):
         assert is_own or layer_of(imported) < layer_of(module), f"{module} imports {imported}, which is beside it"
 
 
+@pytest.mark.parametrize("module", sorted(name for name in modules() if name.startswith("shardkit.checkpoint.")))
+def test_a_folder_of_checkpoint_uses_those_above_it_in_the_map(module):
+    order = ["faults", "files", "states", "saving", "loading", "exporting", "commands"]
+    for imported in imports(modules()[module]):
+        if imported.startswith("shardkit.checkpoint."):
+            assert order.index(imported.split(".")[2]) <= order.index(module.split(".")[2]), imported
+
+
 def test_no_module_imports_itself_by_way_of_others():
     left = {module: imports(path) - {module} for module, path in modules().items()}
     while ready := [module for module, needed in left.items() if not needed & left.keys()]:
@@ -113,15 +121,19 @@ TORCH_FREE += [
 TORCH_FREE += [*PLAN_WITHOUT_TORCH, "shardkit.plan.report", "shardkit.plan.plot", "shardkit.cli.plan"]
 
 TORCH_FREE += [
-    f"shardkit.checkpoint.{name}" for name in ("verify", "locate", "paths", "export", "merge", "compare", "retention")
+    "shardkit.checkpoint.files",
+    "shardkit.checkpoint.loading.locate",
+    "shardkit.checkpoint.exporting.export",
 ]
+TORCH_FREE += [f"shardkit.checkpoint.{name}" for name in ("saving.retention", "commands.merge", "commands.compare")]
 TORCH_FREE += ["shardkit.cli.checkpoint", "shardkit.cli.submit", "shardkit.submit.engines", "shardkit.submit.sending"]
 # A rank loads these before the script, which may set variables that torch reads when it is imported.
 TORCH_FREE += [f"shardkit.compat.{name}" for name in ("startup", "modules", "names", "scan", "migrate", "members")]
 
 
 def test_the_torch_free_modules_do_not_load_torch():
-    wanted = [name for name in modules() if name in TORCH_FREE or name.rpartition(".")[0] in TORCH_FREE[1:4]]
+    packages = [*TORCH_FREE[1:4], "shardkit.checkpoint.files"]
+    wanted = [name for name in modules() if name in TORCH_FREE or name.rpartition(".")[0] in packages]
     assert len(wanted) > 8
     code = "import sys\n" + "\n".join(f"import {name}" for name in sorted(wanted))
     code += "\nassert 'torch' not in sys.modules, 'torch was loaded'"
@@ -132,7 +144,8 @@ def test_the_torch_free_modules_do_not_load_torch():
 def test_a_script_that_shards_nothing_loads_nothing_for_it():
     code = "import sys, torch; from shardkit import Accelerator; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent)
-    late = {"sympy", "torch.distributed.tensor", "torch.distributed.fsdp", "shardkit.checkpoint.put", "shardkit.compat"}
+    late = {"sympy", "torch.distributed.tensor", "torch.distributed.fsdp"}
+    late |= {"shardkit.checkpoint.saving.put", "shardkit.compat"}
     assert not late & set(done.stdout.split())
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardkit
-from shardkit.checkpoint import state
+from shardkit.checkpoint.states import state
 from shardkit.cli.main import run
 from shardkit.config.schema import Config
 from shardkit.distributed import process, tensors

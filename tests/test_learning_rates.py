@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardkit import Accelerator
 from shardkit.config.schema import Config
-from shardkit.runtime import learning_rates
+from shardkit.runtime.likely_mistakes import learning_rates
 from tests.agreement import compared_often
 from tests.ranks import log_lines
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.checkpoint import lock
+from shardkit.checkpoint.saving import lock
 from shardkit.errors import CheckpointSaveError
 from tests import forked
 

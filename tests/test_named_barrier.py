@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit.checkpoint import manifest
+from shardkit.checkpoint.files import manifest
 from shardkit.distributed import named_barrier
 from shardkit.errors import CheckpointError, CheckpointSaveError
-from shardkit.runtime import loading, saving
+from shardkit.runtime.checkpoints import loading, saving
 from tests import forked
 from tests.numbered_runs import run_of, train
 

@@ -7,8 +7,10 @@ import stat
 
 import pytest
 
-from shardkit.checkpoint import disk, export, folder, locate, manifest
-from shardkit.checkpoint.lock import acquire
+from shardkit.checkpoint.exporting import export
+from shardkit.checkpoint.files import disk, folder, manifest
+from shardkit.checkpoint.loading import locate
+from shardkit.checkpoint.saving.lock import acquire
 from shardkit.cli.main import run
 from shardkit.errors import EXIT_CHECKPOINT, CheckpointError, CheckpointSaveError
 from tests import checkpoints

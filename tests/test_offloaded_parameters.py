@@ -24,8 +24,10 @@ from shardkit.distributed import tensors
 from shardkit.distributed.tensors import local_part, sharded_like, whole
 from shardkit.optim import clip, local_step, rebind
 from shardkit.optim.local_step import stepper_of
-from shardkit.sharding import fsdp, fsdp_internals, offloaded_gradients, parallelize, pickled_parts
-from shardkit.sharding.sharded_parameter import ShardedParameter
+from shardkit.sharding import offloaded_gradients, parallelize
+from shardkit.sharding.fsdp import internals, shard_model
+from shardkit.sharding.tensors import pickled_parts
+from shardkit.sharding.tensors.sharded_parameter import ShardedParameter
 from tests import loops
 from tests.loops.run import numbers
 
@@ -172,7 +174,7 @@ def test_weights_may_be_written_after_an_evaluation_that_still_reads_them(alone)
     accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "FSDP"})
     net = accelerator.prepare(model())
     copies = Watched()
-    for group in fsdp_internals.groups_of_model(net):
+    for group in internals.groups_of_model(net):
         group.comm_ctx.all_gather_copy_in_stream = copies
         for parameter in group.fsdp_params:
             parameter.offload_to_cpu = True  # without effect on a run on the CPU, but for this
@@ -301,17 +303,17 @@ def test_a_frozen_parameter_stays_frozen_and_may_be_trained_later():
 
 def offloaded_on_the_cpu(name: str) -> tuple[bool, Any]:
     """A loop on a model that FSDP offloads from the CPU to the CPU, and whether its gradients take turns."""
-    home, policy = parallelize._device_of_shards, fsdp.CPUOffloadPolicy
+    home, policy = parallelize._device_of_shards, shard_model.CPUOffloadPolicy
     parallelize._device_of_shards = lambda *_: torch.device("cpu", 0)  # not the one without a number
-    fsdp.CPUOffloadPolicy = lambda pin_memory: policy(pin_memory=False)
+    shard_model.CPUOffloadPolicy = lambda pin_memory: policy(pin_memory=False)
     try:
         one = loops.LOOPS[name]
         run = loops.RanksRun(accelerator=Accelerator(config=loops.config_of(1, one)), accumulation=one.accumulation)
         torch.manual_seed(0)
         one.function(run)
     finally:
-        parallelize._device_of_shards, fsdp.CPUOffloadPolicy = home, policy
-    groups = fsdp_internals.groups_of_model(run.unwrap(run.models[0]))
+        parallelize._device_of_shards, shard_model.CPUOffloadPolicy = home, policy
+    groups = internals.groups_of_model(run.unwrap(run.models[0]))
     return all(isinstance(group._turns, offloaded_gradients.Turns) for group in groups), numbers(run)
 
 

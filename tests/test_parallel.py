@@ -23,9 +23,9 @@ from shardkit.distributed import process
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import ConfigError, MachineError, ModelError, UsageError
 from shardkit.optim.clip import clip_grad_norm_
-from shardkit.sharding import fsdp_internals
 from shardkit.sharding import parallelize as engine
 from shardkit.sharding.activation import checkpoint_blocks
+from shardkit.sharding.fsdp import internals
 from shardkit.sharding.gradient_sync import gradient_sync
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.offload import offload_blocks
@@ -67,7 +67,7 @@ def held(strategy: int) -> dict[str, Any]:
     loss = models.next_token_loss(model, tokens())
     gathered = sum(p.numel() for p in unwrapped(model).blocks.parameters() if not isinstance(p, DTensor))
     for block in unwrapped(model).blocks:
-        gathered += sum(p._unsharded_param.untyped_storage().nbytes() // 4 for p in fsdp_internals.parameters_of(block))
+        gathered += sum(p._unsharded_param.untyped_storage().nbytes() // 4 for p in internals.parameters_of(block))
     loss.backward()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     optimizer.step()
@@ -534,7 +534,7 @@ def test_streams_wait_for_each_other_after_an_aborted_pass(alone, monkeypatch):
     """Memory that the pass has left is used again at once, by any of them. A CPU has no streams: these stand for a
     GPU's."""
     model = parallel(models.Scaled(), config_for(1, fsdp_transformer_layer_cls_to_wrap="Sequential"))
-    shared, waits = fsdp_internals.root_of(model)._comm_ctx, []
+    shared, waits = internals.root_of(model)._comm_ctx, []
     own = NamedStream("the script's", waits)
     names = [name for name in vars(shared) if name.endswith("_stream")]
     for name in names:
@@ -1066,10 +1066,10 @@ def test_a_torch_without_all_of_fsdp2_is_refused():
 def test_a_torch_that_nobody_has_tried_is_said_once(caplog):
     caplog.set_level("WARNING", "shardkit")
     for version in ("2.11.0", "2.15.1+cu132", "2.15.0a0+git1234"):
-        fsdp_internals.warn_of_newer(version)
+        internals.warn_of_newer(version)
     assert not caplog.text
     for _ in range(2):
-        fsdp_internals.warn_of_newer("2.16.0.dev20261101+cpu")
+        internals.warn_of_newer("2.16.0.dev20261101+cpu")
     assert caplog.text.count("torch 2.16.0.dev20261101+cpu is newer than any that shardkit was tested with") == 1
 
 

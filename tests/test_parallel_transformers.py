@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import init_empty_weights
-from shardkit.checkpoint import save_model
+from shardkit.checkpoint.exporting import save_model
 from shardkit.config.schema import Config
 from shardkit.distributed import control, process
 from shardkit.optim import local_step, rebind

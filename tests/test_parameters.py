@@ -16,7 +16,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, distribute_tensor
 from shardkit import Accelerator
 from shardkit.distributed.collectives import broadcast_object_list
 from shardkit.errors import ModelError, UsageError
-from shardkit.sharding import pickled_parts
+from shardkit.sharding.tensors import pickled_parts
 from tests import loops
 from tests.loops.net import Net, adam, loss_of
 

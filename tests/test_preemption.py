@@ -14,7 +14,7 @@ from shardkit.distributed.same_config import compare
 from shardkit.errors import ConfigError, ModelError
 from shardkit.launch import rank_files
 from shardkit.launch.forking import fork
-from shardkit.runtime import preemption
+from shardkit.runtime.steps import preemption
 
 
 def different(ranks: list[int]) -> ModelError:

@@ -7,9 +7,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shardkit import Accelerator
-from shardkit.checkpoint import manifest, merge
-from shardkit.checkpoint.verify import Checkpoint
-from shardkit.runtime import saving
+from shardkit.checkpoint.commands import merge
+from shardkit.checkpoint.files import manifest
+from shardkit.checkpoint.files.verify import Checkpoint
+from shardkit.runtime.checkpoints import saving
 from tests.ranks import log_lines
 
 

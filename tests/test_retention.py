@@ -6,7 +6,8 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from shardkit.checkpoint import commit, folder, manifest, retention
+from shardkit.checkpoint.files import folder, manifest
+from shardkit.checkpoint.saving import commit, retention
 from shardkit.errors import CheckpointError
 from tests import checkpoints
 from tests.checkpoints import prepared

@@ -13,7 +13,8 @@ from shardkit import Accelerator, env
 from shardkit.config import files
 from shardkit.config.schema import Config, DistributedType
 from shardkit.errors import ConfigError, Preempted, UsageError
-from shardkit.runtime import settings, step_boundary, summary
+from shardkit.runtime import settings, summary
+from shardkit.runtime.steps import step_boundary
 from tests.training import FULL, Model, Points
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardkit import Accelerator
 from shardkit.config.schema import Config
 from shardkit.errors import ModelError, ShardkitError
-from shardkit.sharding.fsdp import can_reduce_unused
+from shardkit.sharding.fsdp.shard_model import can_reduce_unused
 from tests.agreement import compared_often
 from tests.loops.net import Part
 from tests.ranks import log_lines

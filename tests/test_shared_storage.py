@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from shardkit import Accelerator, ProjectConfiguration
-from shardkit.checkpoint import shared_storage
+from shardkit.checkpoint.saving import shared_storage
 from tests.ranks import log_lines
 
 CPU = {"num_processes": 2, "use_cpu": True, "distributed_type": "MULTI_GPU"}

@@ -27,7 +27,7 @@ from shardkit.plan.closed_form import Memory, Moment, RankMemory
 from shardkit.plan.devices import DEVICES
 from shardkit.plan.simulation import _simulation, simulate
 from shardkit.plan.training_step import tracked_forward
-from shardkit.sharding.fsdp import can_reduce_unused
+from shardkit.sharding.fsdp.shard_model import can_reduce_unused
 
 SMALL = "gpt:layers=12,hidden=64,heads=4,vocab=500,seq=64"
 TINY = "gpt:layers=3,hidden=64,heads=4,vocab=500,seq=64"

@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardkit import Accelerator, compat
-from shardkit.checkpoint import additions, verify
-from shardkit.checkpoint.state import Live
+from shardkit.checkpoint.files import verify
+from shardkit.checkpoint.saving import additions
+from shardkit.checkpoint.states.state import Live
 from shardkit.cli.main import run
 from shardkit.errors import EXIT_CHECK_FAILED, CheckpointError, CheckpointSaveError, UsageError
-from shardkit.runtime import saving
+from shardkit.runtime.checkpoints import saving
 from tests.checkpoints import save
 from tests.training import Model, Points, weights_of
 

@@ -18,7 +18,7 @@ from shardkit import Accelerator, ProjectConfiguration, env
 from shardkit.config import files
 from shardkit.errors import Preempted
 from shardkit.launch import names
-from shardkit.runtime import preemption
+from shardkit.runtime.steps import preemption
 from tests.training import Points, loss_of, parts
 
 

@@ -7,7 +7,9 @@ from importlib.util import find_spec
 import pytest
 import torch.distributed as dist
 
-from shardkit.checkpoint import folder, in_store, locate, manifest, retention, verify
+from shardkit.checkpoint.files import folder, manifest, verify
+from shardkit.checkpoint.loading import locate
+from shardkit.checkpoint.saving import in_store, retention
 from shardkit.cli.main import run
 from shardkit.errors import (
     EXIT_CHECKPOINT,
@@ -17,8 +19,8 @@ from shardkit.errors import (
     CheckpointUnreachable,
     UsageError,
 )
-from shardkit.runtime import saving
-from shardkit.runtime.objects import save as save_file
+from shardkit.runtime.checkpoints import saving
+from shardkit.runtime.checkpoints.objects import save as save_file
 from shardkit.storage import objects
 from shardkit.storage.url import Url, place_of
 from tests import checkpoints, forked, stores

@@ -17,7 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from shardkit import env
-from shardkit.checkpoint import folder, in_store, locate, manifest, retention, verify
+from shardkit.checkpoint.files import folder, manifest, verify
+from shardkit.checkpoint.loading import locate
+from shardkit.checkpoint.saving import in_store, retention
 from shardkit.cli import main
 from shardkit.errors import CheckpointSaveError
 from shardkit.storage import objects, upload

@@ -7,12 +7,12 @@ from torch import nn
 from torch.optim import SGD
 
 from shardkit import Accelerator
-from shardkit.checkpoint import save_model
-from shardkit.checkpoint.state import Live, model_tensors
+from shardkit.checkpoint.exporting import save_model
+from shardkit.checkpoint.states.state import Live, model_tensors
 from shardkit.distributed import control
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import CheckpointError
-from shardkit.runtime import objects
+from shardkit.runtime.checkpoints import objects
 from shardkit.sharding.shared_memory import pairs_in_same_memory
 from tests import checkpoints
 from tests.ranks import log_lines

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardkit import Accelerator
 from shardkit.errors import UsageError
-from shardkit.sharding.fsdp import can_reduce_unused
+from shardkit.sharding.fsdp.shard_model import can_reduce_unused
 from tests.training import BOTH, DDP, FULL, loss_of, one_step, parts, plain, weights_of
 
 

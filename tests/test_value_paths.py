@@ -14,7 +14,7 @@ MOST = 5
 def files_that_name(setting: str) -> set[str]:
     package = ROOT / "shardkit"
     files = [
-        path for place in TRAINING for path in [package / place, *(package / place).glob("*.py")] if path.is_file()
+        path for place in TRAINING for path in [package / place, *(package / place).rglob("*.py")] if path.is_file()
     ]
     return {
         path.relative_to(package).as_posix()

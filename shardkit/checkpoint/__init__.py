@@ -1,12 +1,13 @@
 """Saved training states: written completely or not at all, and loaded on any number of ranks.
 
-a save     write, opening, put, attempt, commit; save_request, async_save, lock, retention, additions, in_store;
-           shared_storage, before training
-a load     read, locate, seen, load_plan, kinds, fill, spread_weights, differences
-the state  state, optimizers, optimizer_groups, numbered, per_rank, replicas, ties, tensors;
-           plain values: shardkit/values.py
-the files  layout, manifest, index_json, state_json, digest, folder, disk, paths, access   (no torch)
-a model    save_model, export, export_to_store, exported_parts
-commands   verify, compare, merge, convert, with dcp, foreign_files and foreign_optimizers for the formats of others
-tests      faults
+Each folder uses those above it:
+
+files         what a checkpoint consists of, and whether it is whole   (no torch)
+states        the state that is saved: models, optimizers, what differs between ranks
+saving        a save
+loading       a load
+exporting     a model for others to load
+commands      compare, merge, convert; the formats of others
+
+tests         faults
 """

@@ -21,7 +21,7 @@ from shardkit.storage.url import Place, Url, place_of
 from shardkit.wording import counted
 
 if TYPE_CHECKING:
-    from shardkit.checkpoint.verify import Checkpoint
+    from shardkit.checkpoint.files.verify import Checkpoint
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, context_settings=HELP)
 
@@ -74,7 +74,8 @@ def checkpoint() -> None:
 @app.command("list")
 def list_(path: Series = Path(), as_json: options.AsJson = False) -> int:
     """List the checkpoints of a run, oldest first: step, date, size, and whether all their files exist."""
-    from shardkit.checkpoint import folder, locate, paths
+    from shardkit.checkpoint.files import folder, paths
+    from shardkit.checkpoint.loading import locate
 
     found = locate.checkpoints(path)
     latest = {parent: folder.read_latest(parent) for parent in {item.parent for item in found}}
@@ -93,7 +94,8 @@ def list_(path: Series = Path(), as_json: options.AsJson = False) -> int:
 
 
 def _row(path: Place) -> dict[str, Any]:
-    from shardkit.checkpoint import folder, retention
+    from shardkit.checkpoint.files import folder
+    from shardkit.checkpoint.saving import retention
 
     named = folder.STEP.fullmatch(path.name)
     row: dict[str, Any] = {"step": int(named[1]) if named else None, "path": str(path)}
@@ -109,7 +111,7 @@ def _row(path: Place) -> dict[str, Any]:
 
 def _is_gone(found: Place, given: Place) -> bool:
     """Whether a checkpoint of a folder was deleted since it was found there, by the run that saves into it."""
-    from shardkit.checkpoint import manifest
+    from shardkit.checkpoint.files import manifest
 
     try:
         return found != given and not (manifest.exists(found) if isinstance(found, Url) else os.path.lexists(found))
@@ -124,7 +126,7 @@ def inspect(
     as_json: options.AsJson = False,
 ) -> int:
     """Show the contents of a checkpoint: step, ranks, sizes, versions, and with --tensors every tensor."""
-    from shardkit.checkpoint import locate
+    from shardkit.checkpoint.loading import locate
 
     found = locate.checkpoint(path)
     facts = _facts(found)
@@ -180,7 +182,7 @@ def verify(path: Each = Path(), as_json: options.AsJson = False) -> int:
 
     Those that a run deletes meanwhile are left out.
     """
-    from shardkit.checkpoint import locate
+    from shardkit.checkpoint.loading import locate
 
     results = []
     for found in locate.checkpoints(path):
@@ -200,7 +202,7 @@ def verify(path: Each = Path(), as_json: options.AsJson = False) -> int:
 
 
 def _damages(path: Place) -> tuple[list[str], int]:
-    from shardkit.checkpoint.verify import damages, open_checkpoint
+    from shardkit.checkpoint.files.verify import damages, open_checkpoint
 
     try:
         found = open_checkpoint(path)
@@ -216,8 +218,8 @@ def diff(first: Where, second: Where, as_json: options.AsJson = False) -> int:
 
     Both are verified first. Exit code 3 if one is damaged.
     """
-    from shardkit.checkpoint import locate
-    from shardkit.checkpoint.compare import compare
+    from shardkit.checkpoint.commands.compare import compare
+    from shardkit.checkpoint.loading import locate
 
     one, two = locate.checkpoint(first), locate.checkpoint(second)
     size = 2 * (one.manifest.bytes + two.manifest.bytes)  # verified, then compared
@@ -242,9 +244,10 @@ def merge(
     as_json: options.AsJson = False,
 ) -> int:
     """Export the model of a checkpoint as safetensors files for torch and Transformers. Verifies the digests."""
-    from shardkit.checkpoint import export, locate
-    from shardkit.checkpoint.merge import merge as merge_into
-    from shardkit.checkpoint.merge import model_bytes, models_before, of_hooks, values_left_out
+    from shardkit.checkpoint.commands.merge import merge as merge_into
+    from shardkit.checkpoint.commands.merge import model_bytes, models_before, of_hooks, values_left_out
+    from shardkit.checkpoint.exporting import export
+    from shardkit.checkpoint.loading import locate
 
     problems = Problems()
     problems.of(export.folder_named, output, "--output")
@@ -290,7 +293,8 @@ def pin(
     as_json: options.AsJson = False,
 ) -> int:
     """Protect a checkpoint from retention and prune."""
-    from shardkit.checkpoint import locate, retention
+    from shardkit.checkpoint.loading import locate
+    from shardkit.checkpoint.saving import retention
 
     chosen = locate.checkpoint(path).path
     with _as_checkpoint_error():
@@ -316,7 +320,7 @@ def prune(
 
     Pinned checkpoints are kept. Older ones are deleted unread. An error if a run saves into the folder.
     """
-    from shardkit.checkpoint import locate
+    from shardkit.checkpoint.loading import locate
     from shardkit.cli import pruning
 
     problems = Problems()
@@ -363,7 +367,7 @@ def convert(
     as_json: options.AsJson = False,
 ) -> int:
     """Convert another program's checkpoint to a shardkit checkpoint, for load_state and resume."""
-    from shardkit.checkpoint.convert import convert as convert_into
+    from shardkit.checkpoint.commands.convert import convert as convert_into
     from shardkit.model.sources import describe_prepared
 
     number = number_of_flag("--step", step, 0, 10**18 - 1)

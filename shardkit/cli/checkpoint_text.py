@@ -9,7 +9,7 @@ from shardkit.storage.url import Place
 from shardkit.wording import counted
 
 if TYPE_CHECKING:
-    from shardkit.checkpoint.compare import CheckpointDifference, Magnitude
+    from shardkit.checkpoint.commands.compare import CheckpointDifference, Magnitude
 
 
 def row(row: dict[str, Any]) -> str:

@@ -238,7 +238,7 @@ def _problem_of_series(config: "Config") -> list[str]:
     resume = config.shardkit.checkpoint.resume
     if resume in ("never", "auto") or preflight.is_on_pod(config):
         return []
-    from shardkit.checkpoint import locate
+    from shardkit.checkpoint.loading import locate
 
     with suppress(ShardkitError, OSError):  # what cannot be read here
         refusal = locate.refusal_of_place(place_of(resume))

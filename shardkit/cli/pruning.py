@@ -5,7 +5,8 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from shardkit.checkpoint import lock, manifest, retention
+from shardkit.checkpoint.files import manifest
+from shardkit.checkpoint.saving import lock, retention
 from shardkit.errors import CheckpointError
 from shardkit.storage import objects
 from shardkit.storage.url import Place, Url

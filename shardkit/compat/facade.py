@@ -42,7 +42,8 @@ from shardkit.distributed.tensors import every_parameter, is_fsdp
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import accelerator as own
-from shardkit.runtime import objects, settings_objects, unsupported
+from shardkit.runtime import settings_objects, unsupported
+from shardkit.runtime.checkpoints import objects
 from shardkit.runtime.prepare import kind_of, one_for_each
 from shardkit.runtime.project import ProjectConfiguration
 from shardkit.sharding.gradient_sync import gradient_sync
@@ -222,7 +223,7 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
         sharded."""
         if self._is_called_on_one_rank("save_state", sys._getframe(1)):
             unsupported.refuse_pickle(safe_serialization)
-            from shardkit.runtime import saving
+            from shardkit.runtime.checkpoints import saving
 
             return saving.save_alone(self._run, output_dir)
         return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
@@ -238,7 +239,7 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
         """As shardkit's. Collective, except inside `if accelerator.is_main_process`, as `save_state`."""
         if self._is_called_on_one_rank("save_model", sys._getframe(1)):
             unsupported.refuse_pickle(safe_serialization)
-            from shardkit.runtime import saving
+            from shardkit.runtime.checkpoints import saving
 
             return saving.save_model_alone(self._run, model, save_directory, max_shard_size or "10GB")
         return super().save_model(model, save_directory, max_shard_size, dtype, safe_serialization)

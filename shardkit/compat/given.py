@@ -42,7 +42,7 @@ log = get_logger(__name__)
 
 
 def _can_reduce_unused() -> bool:
-    from shardkit.sharding.fsdp import can_reduce_unused  # imports FSDP, which other runs do not need
+    from shardkit.sharding.fsdp.shard_model import can_reduce_unused  # imports FSDP, which other runs do not need
 
     return can_reduce_unused()
 

@@ -16,7 +16,7 @@ from shardkit.distributed import collectives
 from shardkit.distributed.collectives import wait_for_everyone  # noqa: F401  (used unchanged)
 from shardkit.distributed.tensors import every_parameter, is_dtensor, unwrapped
 from shardkit.errors import UsageError
-from shardkit.runtime import objects
+from shardkit.runtime.checkpoints import objects
 from shardkit.sharding import precision
 
 

@@ -8,7 +8,7 @@ from shardkit.data.loader import active_loader
 from shardkit.errors import UsageError
 from shardkit.runtime.run import Run
 from shardkit.runtime.settings import with_value
-from shardkit.runtime.training_step import accumulate_over
+from shardkit.runtime.steps.training_step import accumulate_over
 
 
 class PluginKwargs(MutableMapping):

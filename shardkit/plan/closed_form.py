@@ -180,7 +180,7 @@ def _is_offloaded(plan: ShardedSizes, config: Config) -> bool:
 
 
 def never_offloaded(plan: ShardedSizes) -> Memory:
-    """What stays on the device when the shards are offloaded: replicated parameters (`sharding/fsdp.py` moves ignored
+    """What stays on the device when the shards are offloaded: replicated parameters (`shard_model.py` moves ignored
     modules there), with their gradients and optimizer state, and buffers (`_move_states_to_device` of fully_shard)."""
     whole = plan.replicated
     return Memory(
@@ -281,7 +281,7 @@ def _forward(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator[
 
 def _stays_gathered(plan: ShardedSizes, unit: UnitSizes) -> bool:
     """Whether a unit keeps its parameters from forward to backward. One that backward does not reach is always freed
-    (`sharding/fsdp_unit.py`)."""
+    (`sharding/fsdp/unit_state.py`)."""
     return not plan.axes.reshards_after_forward and unit.is_gathered_in_backward
 
 

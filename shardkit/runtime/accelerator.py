@@ -37,17 +37,8 @@ from shardkit.distributed.seed import set_seed
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
-from shardkit.runtime import (
-    measure,
-    prepare,
-    settings,
-    settings_objects,
-    speed,
-    step_boundary,
-    summary,
-    unsupported,
-)
-from shardkit.runtime.checkpointing import Checkpointing
+from shardkit.runtime import measure, prepare, settings, settings_objects, speed, summary, unsupported
+from shardkit.runtime.checkpoints.checkpointing import Checkpointing
 from shardkit.runtime.communication import Communication
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.optimizer import AcceleratedOptimizer
@@ -55,7 +46,8 @@ from shardkit.runtime.process_control import ProcessControl
 from shardkit.runtime.project import ProjectConfiguration, problem_of, project_of, warn_of_folder
 from shardkit.runtime.run import Loops, Run
 from shardkit.runtime.state import State
-from shardkit.runtime.training_step import TrainingStep
+from shardkit.runtime.steps import step_boundary
+from shardkit.runtime.steps.training_step import TrainingStep
 from shardkit.sharding import precision
 from shardkit.sharding.mesh import build_mesh
 from shardkit.signatures import signature
@@ -242,7 +234,7 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         The step counters keep counting, so later checkpoints sort after earlier ones.
         """
         if self._run.saving is not None:
-            from shardkit.runtime import saving
+            from shardkit.runtime.checkpoints import saving
 
             saving.forget(self._run)
         self._run.forget()

@@ -10,7 +10,7 @@ from shardkit.distributed import control, named_barrier
 from shardkit.errors import MachineError, UsageError
 from shardkit.launch.diagnosis import OUT_OF_MEMORY_SIGNS
 from shardkit.log import get_logger
-from shardkit.runtime.step_boundary import collect_garbage
+from shardkit.runtime.steps.step_boundary import collect_garbage
 from shardkit.signatures import signature
 from shardkit.wording import ranks_text
 

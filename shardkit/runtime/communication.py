@@ -8,9 +8,9 @@ from torch import nn
 from shardkit.data import padding
 from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.distributed import buffers, collectives, gradients, progress
-from shardkit.runtime import foreign_steps
 from shardkit.runtime.eager import eager
 from shardkit.runtime.run import Run
+from shardkit.runtime.steps import foreign_steps
 from shardkit.runtime.topology import Topology
 
 

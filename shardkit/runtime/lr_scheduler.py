@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from shardkit.distributed import collectives
-from shardkit.runtime.accumulate import Accumulation
 from shardkit.runtime.eager import eager
 from shardkit.runtime.forwarding import Forwarding
 from shardkit.runtime.optimizer import AcceleratedOptimizer
+from shardkit.runtime.steps.accumulate import Accumulation
 from shardkit.signatures import signature
 
 

@@ -15,9 +15,9 @@ from shardkit.optim.kernels import forget_choice, parameters_of
 from shardkit.optim.local_step import Stepper, stepper_of
 from shardkit.optim.plain_step import Operations, PlainStep
 from shardkit.optim.rebind import same_objects
-from shardkit.runtime.accumulate import NEVER, Accumulation
 from shardkit.runtime.eager import eager
 from shardkit.runtime.forwarding import Forwarding
+from shardkit.runtime.steps.accumulate import NEVER, Accumulation
 
 log = get_logger(__name__)
 
@@ -221,7 +221,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
 
 
 def _operations() -> Operations:
-    from shardkit.sharding.settled import Settled  # imports DTensor, which a run without sharding does not need
+    from shardkit.sharding.tensors.settled import Settled  # imports DTensor, which a run without sharding does not need
 
     return Settled()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
-from shardkit.checkpoint.paths import on_disk
+from shardkit.checkpoint.files.paths import on_disk
 from shardkit.config.code import with_given
 from shardkit.config.schema import Config, ProfileConfig
 from shardkit.errors import UsageError

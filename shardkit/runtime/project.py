@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardkit.checkpoint import locate, shared_storage
+from shardkit.checkpoint.loading import locate
+from shardkit.checkpoint.saving import shared_storage
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import ConfigError, UsageError
 from shardkit.log import get_logger

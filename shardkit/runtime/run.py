@@ -21,25 +21,26 @@ from shardkit.distributed.process import Process
 from shardkit.errors import UsageError
 from shardkit.model.tree import ModuleNode
 from shardkit.optim import loss_scale, rebind
-from shardkit.runtime import foreign_steps, settings
-from shardkit.runtime.accumulate import Accumulation
-from shardkit.runtime.counters import Counters
-from shardkit.runtime.early_steps import EarlySteps
-from shardkit.runtime.followers import Followers
-from shardkit.runtime.hooks import StateHooks
+from shardkit.runtime import settings
+from shardkit.runtime.checkpoints.hooks import StateHooks
+from shardkit.runtime.likely_mistakes.early_steps import EarlySteps
+from shardkit.runtime.likely_mistakes.followers import Followers
+from shardkit.runtime.likely_mistakes.missing_models import MissingModels
+from shardkit.runtime.likely_mistakes.same_data import SameData
+from shardkit.runtime.likely_mistakes.same_modules import SameModules
+from shardkit.runtime.likely_mistakes.same_weights import SameWeights
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
-from shardkit.runtime.missing_models import MissingModels
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.project import ProjectConfiguration
-from shardkit.runtime.same_data import SameData
-from shardkit.runtime.same_modules import SameModules
-from shardkit.runtime.same_weights import SameWeights
-from shardkit.runtime.step_events import StepEvents
+from shardkit.runtime.steps import foreign_steps
+from shardkit.runtime.steps.accumulate import Accumulation
+from shardkit.runtime.steps.counters import Counters
+from shardkit.runtime.steps.step_events import StepEvents
 from shardkit.tracking.tracker import Tracker
 from shardkit.tracking.trackers import Trackers
 
 if TYPE_CHECKING:
-    from shardkit.runtime.save_session import SaveSession
+    from shardkit.runtime.checkpoints.save_session import SaveSession
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def _model_rows(model: nn.Module) -> list[tuple[str, str]]:
 
 def unit_texts(model: nn.Module) -> list[str]:
     """FSDP units of a model, equal ones together: ["4 x Block (0.8M)", "root (1.2M)"]."""
-    from shardkit.sharding.fsdp_internals import groups_of, root_of  # imports DTensor
+    from shardkit.sharding.fsdp.internals import groups_of, root_of  # imports DTensor
 
     units = Counter[tuple[str, int]]()
     for name, module in model.named_modules():

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 from shardkit.distributed.tensors import memory_of
 from shardkit.log import get_logger
 from shardkit.sharding.changed_buffers import ChangedBuffers
-from shardkit.sharding.fsdp_recomputation import Gathered
+from shardkit.sharding.fsdp.recomputation import Gathered
 
 log = get_logger(__name__)
 

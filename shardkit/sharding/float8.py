@@ -163,23 +163,23 @@ def gather_in_fp8(model: nn.Module) -> None:
 
     Call it when all parameters have their values. Weights that are not divisible by the number of shards are skipped.
     """
-    from shardkit.sharding import fsdp_internals, fsdp_unit
+    from shardkit.sharding.fsdp import internals, unit_state
 
     kind = _fp8_weight()
     layers = {id(module.weight): module for module in model.modules() if hasattr(module, "linear_mm_config")}
     gathered, dtype = [], None
-    for parameter in fsdp_internals.parameters_of(model):
+    for parameter in internals.parameters_of(model):
         layer: Any = layers.get(id(parameter.sharded_param))
         if layer is None or not _is_even(parameter.sharded_param):
             continue
         dtype = layer.config.cast_config_weight.target_dtype
-        fsdp_internals.gather_by(parameter, partial(kind, linear_mm_config=layer.linear_mm_config, dtype=dtype))
+        internals.gather_by(parameter, partial(kind, linear_mm_config=layer.linear_mm_config, dtype=dtype))
         gathered.append(parameter)
     if dtype is not None:
         to_scale = import_module("torchao.float8.float8_utils").amax_to_scale
         scales = _Scales(gathered, partial(to_scale, float8_dtype=dtype))
-        fsdp_unit.before_forward(model, scales.compute)
-        fsdp_unit.at_end_of_backward(model, (), scales.drop)
+        unit_state.before_forward(model, scales.compute)
+        unit_state.at_end_of_backward(model, (), scales.drop)
 
 
 @cache

@@ -229,9 +229,9 @@ def reduces(model: nn.Module) -> bool:
     if isinstance(model, DistributedDataParallel):
         return model.require_backward_grad_sync
     if is_fsdp(model):
-        from shardkit.sharding import fsdp_internals
+        from shardkit.sharding.fsdp import internals
 
-        return fsdp_internals.reduces(model)
+        return internals.reduces(model)
     means = vars(model).get("_shardkit_gradients")  # see `sync_with_model`
     return means is None or means.sync
 
@@ -246,10 +246,10 @@ def reduce_deferred(model: nn.Module) -> None:
         reached = [p for p in every_parameter(model.module) if p.requires_grad or p.grad is not None]
         take_mean_(reached, model.find_unused_parameters)
     elif is_fsdp(model):
-        from shardkit.sharding import fsdp_internals
+        from shardkit.sharding.fsdp import internals
 
         with _synced(model, enabled=True):
-            fsdp_internals.end_backward(model)
+            internals.end_backward(model)
     elif (means := vars(model).get("_shardkit_gradients")) is not None:
         means.reduce()
 
@@ -277,10 +277,10 @@ def drop_unreduced(model: nn.Module, parameters: Set[int]) -> None:
     in one buffer."""
     if not (groups := _groups_of(model)):
         return
-    from shardkit.sharding import fsdp_internals
+    from shardkit.sharding.fsdp import internals
 
     for parameter in (one for group in groups for one in group.fsdp_params if id(one.sharded_param) in parameters):
-        fsdp_internals.forget_gradient(parameter)
+        internals.forget_gradient(parameter)
     for group in partly_reduced_groups(model):
         held = parameters_of_group(group)
         if not any(id(p) in parameters for p in held):
@@ -291,7 +291,7 @@ def drop_unreduced(model: nn.Module, parameters: Set[int]) -> None:
                 "strategy, and the optimizer has only some of its parameters (got no backward through the unit in the "
                 "window's last micro-batch); use one optimizer for each unit, or a strategy that is not hybrid."
             )
-        fsdp_internals.forget_partial_sums(group)
+        internals.forget_partial_sums(group)
 
 
 def partly_reduced_groups(model: nn.Module) -> list[Any]:
@@ -309,7 +309,7 @@ def has_gradients(model: nn.Module) -> bool:
         return True
     if not (groups := _groups_of(model)):
         return False
-    from shardkit.sharding.fsdp_internals import has_gradient
+    from shardkit.sharding.fsdp.internals import has_gradient
 
     return any(
         group._partial_reduce_output is not None or any(map(has_gradient, group.fsdp_params)) for group in groups
@@ -320,9 +320,9 @@ def _groups_of(model: nn.Module) -> list[Any]:
     """The FSDP parameter groups of the model; empty without FSDP."""
     if not any(map(is_fsdp, model.modules())):
         return []
-    from shardkit.sharding import fsdp_internals
+    from shardkit.sharding.fsdp import internals
 
-    return fsdp_internals.groups_of_model(model)
+    return internals.groups_of_model(model)
 
 
 @contextmanager

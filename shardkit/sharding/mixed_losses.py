@@ -58,7 +58,7 @@ def _keep_placements(node: Any) -> None:
     parameter = getattr(node, "variable", None)
     if not is_dtensor(parameter) or node.metadata.get(_keep_placements):
         return
-    from shardkit.sharding.settled import redistributed  # imports DTensor
+    from shardkit.sharding.tensors.settled import redistributed  # imports DTensor
 
     placements = parameter.placements
 

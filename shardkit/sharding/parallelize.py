@@ -91,7 +91,7 @@ def distribute(
             model.to(process.device)
         return
     refuse_old(torch.__version__)
-    from shardkit.sharding.fsdp import Carried, finish, shard
+    from shardkit.sharding.fsdp.shard_model import Carried, finish, shard
 
     home = _device_of_shards(config, process)
     carried = Carried.of(units)
@@ -139,9 +139,9 @@ def _release(version: str) -> tuple[int, int]:
 def at_end_of_backward(model: nn.Module, call: Callable[[], None]) -> None:
     """Call `call` at the end of each backward through a model that `parallelize` returned."""
     if is_fsdp(model):
-        from shardkit.sharding import fsdp_unit
+        from shardkit.sharding.fsdp import unit_state
 
-        fsdp_unit.at_end_of_backward(model, [], call)
+        unit_state.at_end_of_backward(model, [], call)
     elif isinstance(model, Replica):
         model.at_end_of_backward.append(call)
     else:
@@ -237,7 +237,7 @@ def _is_parallel(module: nn.Module, config: Config) -> bool:
 def _is_spread(parameter: nn.Parameter, config: Config) -> bool:
     """Whether it is sharded already, but not by the script itself (tensor parallelism)."""
     if config.mode == "fsdp" and is_dtensor(parameter):
-        from shardkit.sharding.sharded_parameter import ShardedParameter
+        from shardkit.sharding.tensors.sharded_parameter import ShardedParameter
 
         return isinstance(parameter, ShardedParameter)
     return xla.is_xla(parameter) and xla.is_spread(parameter)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from shardkit.sharding.fsdp_internals import takes_transforms
+from shardkit.sharding.fsdp.internals import takes_transforms
 from tests.loops.net import layers
 from tests.loops.run import BY_SIZE, Run, loop
 

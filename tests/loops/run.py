@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from shardkit import Accelerator
 from shardkit.config.schema import Config
 from shardkit.errors import ShardkitError
-from shardkit.sharding.fsdp import can_reduce_unused
+from shardkit.sharding.fsdp.shard_model import can_reduce_unused
 
 BATCH = 12  # samples of a global batch: 1, 2, 3 and 4 ranks divide it
 WORDS = 11

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from shardkit.distributed import progress
 from shardkit.distributed.background_agreement import BackgroundAgreement
 from shardkit.errors import Preempted
-from shardkit.runtime import preemption
-from shardkit.runtime.same_modules import noticed_late
+from shardkit.runtime.likely_mistakes.same_modules import noticed_late
+from shardkit.runtime.steps import preemption
 
 dist.init_process_group("gloo")
 preemption.install()

@@ -1,0 +1,5 @@
+"""Commands on checkpoints that need no run. (verify: `checkpoint/files`.)
+
+ours          compare, merge
+others'       convert, dcp, foreign_files, foreign_optimizers
+"""

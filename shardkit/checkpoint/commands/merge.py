@@ -1,0 +1,170 @@
+"""Exports the models of a checkpoint: its files are read once, sequentially, hashed, and copied to their places.
+
+Extra memory is one tensor piece. If the dtype does not change, bytes are copied and torch is not imported.
+"""
+
+import re
+from collections.abc import Callable, Container
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from shardkit.checkpoint.exporting import export
+from shardkit.checkpoint.exporting.export import ExportFile, Opened
+from shardkit.checkpoint.files import disk, layout, state_json
+from shardkit.checkpoint.files.layout import ITEM_BYTES, Stored
+from shardkit.checkpoint.files.verify import Checkpoint, Files, Span, hash_file
+from shardkit.errors import CheckpointError
+from shardkit.wording import first_few
+
+_MODEL = re.compile(r"model_\d+")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+OnBytes = Callable[[int], None]
+
+
+def merge(
+    checkpoint: Checkpoint,
+    folder: Path,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    on_bytes: OnBytes = lambda count: None,
+) -> dict[Path, list[ExportFile]]:
+    """Write every model of a checkpoint as safetensors, and return the files by folder. If any digest differs, nothing
+    is published. `dtype`: of `export.dtype_named`, for floating-point tensors; None: as saved.
+
+    The first model is written to `folder`, further ones to `folder/model_1`, ... `on_bytes` is called with the number
+    of bytes just read.
+    """
+    sections = [name for name in checkpoint.index.sections if layout.is_model(name)]
+    if not any(checkpoint.index.sections[name] for name in sections):
+        added = of_hooks(checkpoint)
+        reason = f"its models are in files of the script's save hook (got {added})" if added else "contains no model"
+        raise CheckpointError(f"checkpoint: {checkpoint.path}: {reason}; there is nothing to merge.")
+    written = {}
+    with ExitStack() as stack:
+        for section in sections:
+            where = folder if section == "model" else folder / section
+            written[where] = _begin(checkpoint, section, where, dtype, max_shard_bytes)
+            stack.callback(export.discard, written[where])
+            _copy(checkpoint, section, written[where], on_bytes)
+        for opened in written.values():  # only after the digests of all models have been checked
+            export.publish(opened)
+    return {where: opened.files for where, opened in written.items()}
+
+
+def models_before(folder: Path, written: Container[Path]) -> str:
+    """Names of the folders with a further model of an earlier export, which this one does not have; empty without
+    any. They stay: somebody else may have exported into them."""
+    found = [path for path in sorted(folder.glob("model_*")) if _MODEL.fullmatch(path.name) and path not in written]
+    return first_few([path for path in found if export.stale(export.names_in(path), "model", set())], 4)
+
+
+def of_hooks(checkpoint: Checkpoint) -> str:
+    """Names of the files that save hooks added, shortened; empty without any. A model that a hook saved is in these
+    files, and is not merged."""
+    return first_few(sorted(checkpoint.manifest.additions), 4)
+
+
+def values_left_out(checkpoint: Checkpoint) -> str:
+    """Names of the values in the models' state dicts that are no tensors, shortened; empty without any. An export holds
+    tensors only."""
+    objects = checkpoint.common()["objects"]
+    names = []
+    for section in (name for name in checkpoint.index.sections if layout.is_model(name)):
+        kept = state_json.extra_state(section)
+        names += [f"{section}: {name}" for name in objects.get(kept, [kept] if kept in checkpoint.apart else [])]
+    return first_few(names, 4)
+
+
+def model_bytes(checkpoint: Checkpoint) -> int:
+    """The number of bytes that `merge` reads."""
+    return sum(file.bytes for name, file in checkpoint.manifest.files.items() if name.startswith("model"))
+
+
+def _begin(checkpoint: Checkpoint, section: str, folder: Path, target: str | None, limit: int) -> Opened:
+    entries, ties = checkpoint.index.sections[section], checkpoint.index.aliases.get(section, {})
+    kinds = {name: target if target and entry.dtype in _FLOATS else entry.dtype for name, entry in entries.items()}
+    shapes = {name: (kinds[name], entry.shape) for name, entry in entries.items()}
+    files = export.plan(shapes, ties, limit)
+    tag = export.free_tag(files, export.names_in(folder))
+    return export.begin(folder, export.tagged(files, tag))
+
+
+def _copy(checkpoint: Checkpoint, section: str, opened: Opened, on_bytes: OnBytes) -> None:
+    record = checkpoint.manifest
+    with _Output(opened.temporary, opened.files) as output, Files(checkpoint) as files:
+        for name, file in record.files.items():
+            if name.split("/")[0] != section:
+                continue
+            for writer in sorted(file.digests):
+                hash_file(files, name, writer, lambda span: output.take(span, checkpoint, section, on_bytes))
+                output.flush()
+
+
+class _Output:
+    """The files that are written. `take` returns memory for a piece; its contents are written at the next `take` or
+    `flush`."""
+
+    def __init__(self, folder: Path, targets: list[ExportFile]) -> None:
+        self._where = {name: (file.name, place) for file in targets for name, place in file.places.items()}
+        self._files = {file.name: disk.Durable(folder / file.name) for file in targets}
+        self._stack = ExitStack()
+        self._memory = bytearray()
+        self._waiting: tuple[Span, str, int] | None = None
+
+    def __enter__(self) -> "_Output":
+        with ExitStack() as stack:
+            for file in self._files.values():
+                stack.enter_context(file)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.__exit__(*exception)
+
+    def take(self, span: Span, checkpoint: Checkpoint, section: str, on_bytes: OnBytes) -> memoryview | None:
+        """Memory for a piece of a tensor; None for a header."""
+        self.flush()
+        size = sum(length for _, length in span.ranges)
+        on_bytes(size)
+        if span.name is None or not size:
+            return None
+        if len(self._memory) < size:
+            self._memory = bytearray(size)
+        self._waiting = (span, checkpoint.index.sections[section][span.name].dtype, size)
+        return memoryview(self._memory)[:size]
+
+    def flush(self) -> None:
+        """Write the piece whose memory `take` returned last."""
+        if self._waiting is None:
+            return
+        (span, dtype, size), self._waiting = self._waiting, None
+        assert span.name is not None and span.box is not None
+        file, place = self._where[span.name]
+        data = memoryview(self._memory)[:size]
+        done = 0
+        for offset, length in layout.runs(place.shape, span.box, ITEM_BYTES[dtype]):
+            _put(self._files[file], data[done : done + length], place, offset // ITEM_BYTES[dtype], dtype)
+            done += length
+
+
+def _put(file: disk.Durable, data: memoryview, place: Stored, first: int, dtype: str) -> None:
+    """Write elements of a tensor, from element number `first` on, cast to the dtype of the file."""
+    begin, item = place.begin + first * ITEM_BYTES[place.dtype], ITEM_BYTES[dtype]
+    if place.dtype == dtype:
+        file.put(data, begin)
+        return
+    at_once = disk.BLOCK_BYTES // item * item
+    for low in range(0, len(data), at_once):
+        cast = _cast(data[low : low + at_once], dtype, place.dtype)
+        file.put(cast, begin + low // item * ITEM_BYTES[place.dtype])
+
+
+def _cast(data: memoryview, source: str, target: str) -> memoryview:
+    import torch
+
+    from shardkit.checkpoint.states import tensors
+
+    block = torch.frombuffer(data, dtype=tensors.TORCH_DTYPES[source]).to(tensors.TORCH_DTYPES[target])
+    return memoryview(bytearray(tensors.memory(block)))

@@ -1,0 +1,8 @@
+"""A save: complete, or not there.
+
+request       save_request, async_save, lock
+one save      opening, put, write, attempt, commit
+into a store  in_store
+afterwards    retention, additions
+before all    shared_storage: before training
+"""

@@ -1,0 +1,6 @@
+"""Mistakes of scripts that would train something else without a word: each is told, or refused.
+
+steps              early_steps, learning_rates
+left out           left_out, missing_models, followers
+between ranks      same_data, same_modules, same_weights
+"""

@@ -1,0 +1,52 @@
+"""Warns of what trains the prepared models and is in no checkpoint, so that a resumed run begins it anew: models for
+evaluation that follow, and optimizers and schedules that were not prepared."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardkit.log import get_logger
+from shardkit.optim.kernels import parameters_of
+from shardkit.runtime.run import Run
+from shardkit.runtime.steps import foreign_steps
+from shardkit.wording import first_few
+
+log = get_logger(__name__)
+
+
+def warn(run: Run) -> None:
+    """At a save; once of each kind. Not where save hooks are registered, since these may save what the script wants."""
+    run.followers.warn_of_changed(run.registered, has_hooks=bool(run.hooks.at_save))
+    if run.hooks.at_save or run.has_warned_of_left_out or not run.process.is_main:
+        return
+    held = {id(one) for registered in run.registered for one in _within(registered)}
+    prepared = {id(parameter) for one in run.optimizers for parameter in one.parameters}
+    strangers = [
+        one
+        for one in foreign_steps.stepped_on(run.accumulation)
+        if id(one) not in held and not prepared.issuperset(map(id, parameters_of(one)))
+    ]
+    held |= {id(one) for schedule in run.schedulers for one in _within(schedule.scheduler)}
+    scheduled = [
+        one.optimizer for one in run.optimizers if not held & {id(one), id(one.optimizer)} and _has_schedule(one)
+    ]
+    found = [type(one).__name__ for one in strangers] + [f"a schedule of {type(one).__name__}" for one in scheduled]
+    if found:
+        run.has_warned_of_left_out = True
+        log.warning(
+            "checkpoint: what trains the model and was not prepared is in no checkpoint, and a resumed run begins it "
+            "anew (got %s); prepare it, or register it: accelerator.register_for_checkpointing(...).",
+            first_few(found, 3),
+        )
+
+
+def _has_schedule(optimizer: Any) -> bool:
+    """Whether a schedule of torch has been made for the optimizer in this process."""
+    return any(hasattr(one.step, "_wrapped_by_lr_sched") for one in (optimizer, optimizer.optimizer))
+
+
+def _within(holder: Any) -> Iterator[Any]:
+    """An object, what it has as attributes, alone or in lists, and the optimizers of these."""
+    for found in (holder, *getattr(holder, "__dict__", {}).values()):
+        for one in found if isinstance(found, (list, tuple)) else (found,):
+            yield one
+            yield getattr(one, "__dict__", {}).get("optimizer")

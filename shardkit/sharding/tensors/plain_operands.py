@@ -1,0 +1,159 @@
+"""Plain tensors beside sharded ones: `target.lerp_(p, 0.01)`, `(p - start).square().sum()`, `torch.where(mask, p, 0)`.
+
+A copy of the model from before `prepare`, weights to stay close to, a mask: torch refuses to mix these with sharded
+tensors. Here a plain tensor counts as equal on all ranks, which is so in a loop that one process runs:
+
+    p - start, torch.maximum(p, start)     sharded; each rank computes its part, without communication
+    average.add_(p), average.copy_(p)      whole on every rank: see `into_plain`
+    (p - start).norm().backward()          `start.grad`, if it needs one, is whole on every rank: see `mixed_losses`
+    (losses * weights).backward()          refused if ranks have different `losses`: each would weigh its own samples
+    batch * weights                        also without a gradient, where the plain tensor has more rows
+
+Products of matrices are refused by torch as before: their plain operands are activations, of this rank's samples.
+
+Checked on torch 2.11 to 2.15.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from shardkit.distributed import named_barrier
+from shardkit.distributed.tensors import is_dtensor, local_part, own_part, sharded_like
+from shardkit.errors import UsageError
+from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
+from shardkit.sharding.tensors.settled import is_pending, of_whole, one_by_one, settle
+
+_aten = torch.ops.aten
+_BY_ELEMENT = (
+    *(_aten.add.Tensor, _aten.sub.Tensor, _aten.rsub.Tensor, _aten.mul.Tensor, _aten.div.Tensor_mode),
+    *(_aten.pow.Tensor_Tensor, _aten.remainder.Tensor, _aten.fmod.Tensor, _aten.floor_divide.default),
+    *(_aten.atan2.default, _aten.hypot.default, _aten.xlogy.Tensor, _aten.logaddexp.default, _aten.copysign.Tensor),
+    *(_aten.lerp.Scalar, _aten.lerp.Tensor, _aten.addcmul.default, _aten.addcdiv.default),
+    *(_aten.maximum.default, _aten.minimum.default, _aten.fmax.default, _aten.fmin.default, _aten.clamp.Tensor),
+    *(_aten.where.self, _aten.where.ScalarOther, _aten.where.ScalarSelf),
+    *(_aten.masked_fill.Scalar, _aten.masked_fill.Tensor, _aten.isclose.default),
+    *(getattr(_aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge")),
+    *(getattr(_aten, f"logical_{name}").default for name in ("and", "or", "xor")),
+    *(getattr(_aten, f"bitwise_{name}").Tensor for name in ("and", "or", "xor")),
+)
+_OF_WHOLE = (_aten.dot.default, _aten.dist.default, _aten.equal.default)
+_LISTS = tuple(
+    getattr(getattr(_aten, f"_foreach_{name}{in_place}"), overload)
+    for names, overloads in (
+        (("add", "sub", "mul", "div", "maximum", "minimum"), ("List",)),
+        (("lerp",), ("List", "Scalar")),
+        (("addcmul", "addcdiv"), ("Scalar",)),
+    )
+    for name in names
+    for in_place in ("", "_")
+    for overload in overloads
+)
+
+
+@cache
+def install() -> None:
+    """Makes them one process's. Has an effect once per process."""
+    handle(_BY_ELEMENT, _by_element)
+    handle(_OF_WHOLE, _on_whole_tensors)
+    handle(_LISTS, _each)
+
+
+def with_own_parts(args: tuple[Any, ...], like: Any = None) -> tuple[Any, ...]:
+    """The arguments with this rank's parts of plain tensors that have the shape of `like` (the first argument), a
+    sharded tensor, or broadcast to it."""
+    like = args[0] if like is None else like
+    if not is_dtensor(like) or is_pending(like):
+        return args
+
+    def own(value: Any) -> Any:
+        if not _is_plain(value) or not _broadcasts(value, like):
+            return value
+        part = own_part(value.detach().expand(like.shape), like)
+        return sharded_like(part.to(local_part(like).device), like)
+
+    return tuple(map(own, args))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not is_dtensor(value) and value.dim() > 0
+
+
+def _broadcasts(value: torch.Tensor, like: Any) -> bool:
+    sizes = zip(reversed(value.shape), reversed(like.shape), strict=False)
+    return value.dim() <= like.dim() and all(size in (1, whole_size) for size, whole_size in sizes)
+
+
+def _by_element(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Collective where a value is pending, and in the first backwards."""
+    return as_torch_does(operator, sharded_operands(operator, args), kwargs)
+
+
+def sharded_operands(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an operator by elements, all of them sharded. UsageError on all ranks where the operator's
+    result has a gradient, and a plain argument differs between ranks."""
+    pending = {one.placements for one in args if is_dtensor(one) and is_pending(one)}
+    if len(pending) > 1:  # a sum and a mean, which torch 2.11 cannot add
+        args = tuple(map(settle, args))
+    if not any(map(_is_plain, args)):
+        return args
+    args = tuple(map(settle, args))
+    like: Any = max(filter(is_dtensor, args), key=lambda tensor: tensor.dim())
+    has_gradient = torch.is_grad_enabled() and any(one.requires_grad for one in args if isinstance(one, torch.Tensor))
+    for value in filter(_is_plain, args):
+        is_wider = not _broadcasts(value, like)
+        if has_gradient or is_wider:
+            sizes = "x".join(map(str, value.shape))
+            _refuse_different(f"{operator.name()}({sizes})", value, like, always=is_wider)
+        if is_wider:
+            like = like.expand(torch.broadcast_shapes(value.shape, like.shape))
+    return with_own_parts(args, like)
+
+
+def refuse_different_indices(operator: Any, args: tuple[Any, ...]) -> None:
+    """UsageError on all ranks where a sharded tensor that needs a gradient is read at other places by each rank, such
+    as those of its samples. Collective, the first times."""
+    tensor, *indices = args
+    if is_dtensor(tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        for value in filter(_is_plain, tree_leaves(indices)):
+            _refuse_different(f"{operator.name()}(indices)", value, tensor, always=False)
+
+
+def _refuse_different(call: str, value: torch.Tensor, like: Any, always: bool) -> None:
+    """UsageError on all ranks where it differs between them. Collective, the first times or always."""
+    if value.is_meta or not (named_barrier.meet_at_first(call, UsageError) or always):
+        return
+    numbers = value.detach().double()
+    own = torch.stack([numbers.sum(), numbers.abs().sum()]).to(like.device_mesh.device_type)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    if any(not torch.allclose(one, own, rtol=1e-5, equal_nan=True) for one in found):
+        raise UsageError(
+            "sharded tensor: a plain tensor counts as equal on all ranks, and this one differs between them (got a "
+            f"tensor of shape {tuple(value.shape)} in {call.partition('(')[0]}); compute it in the forward of a module "
+            "of the model that has the parameter, or give all ranks one value: accelerator.reduce(tensor, 'mean')."
+        )
+
+
+def _on_whole_tensors(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Collective. The result of every rank is that of one process."""
+    if not any(map(_is_plain, args)):
+        return as_torch_does(operator, args, kwargs)
+    return of_whole(operator, args, kwargs)
+
+
+def _each(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator on lists, some of whose tensors are plain: tensor by tensor."""
+    tensors = [one for value in args if isinstance(value, (list, tuple)) for one in value]
+    if not any(map(_is_plain, tensors)):
+        return as_torch_does(operator, args, kwargs)
+    name = operator._schema.name.removeprefix("aten::_foreach_")
+    return one_by_one(name, args, kwargs, _call)
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)

@@ -1,0 +1,69 @@
+"""Operators that need the whole of a sharded tensor: elements that tensors choose, and operators that DTensor lacks.
+
+    embed.weight[is_new], p[p > 1] = 1, p.grad[ids] = 0      textual inversion, new tokens, frozen rows
+    torch.zeros_like(p).flatten().scatter_(0, largest, 1.0)  gradients made sparse
+    torch.renorm(p, 2, 0, 1.0), p.tril_(), p.unfold(0, 2, 1)
+
+torch refuses to mix the two kinds of tensors, cannot tell how many elements a mask chooses, and has no in-place
+operator for rows of a sharded dim; its `scatter_add_` leaves the tensor with another shape, without a word (2.13). Here
+the operator works on the whole tensor, of which each rank keeps its part. Plain tensors count as equal on all ranks,
+and what is read is a copy that all of them get. A value that is pending is reduced first, as in the gradient of
+`(p.T @ p).norm()`. (Checked on torch 2.11 to 2.15.)
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from shardkit.distributed.tensors import is_dtensor
+from shardkit.sharding.tensors import copied_parts
+from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
+from shardkit.sharding.tensors.into_plain import into_plain
+from shardkit.sharding.tensors.plain_operands import refuse_different_indices
+from shardkit.sharding.tensors.settled import in_place_of_whole, is_pending, of_whole, settle_in_place
+
+_aten = torch.ops.aten
+_MASKS = (_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor)
+"""With a sharded mask they need no whole tensor."""
+_READS = (
+    *(_aten.index.Tensor, _aten.index_select.default, _aten.index_put.default, _aten._unsafe_index_put.default),
+    *(_aten.masked_select.default, _aten.masked_scatter.default, _aten.nonzero.default, _aten.take.default),
+    *(_aten.gather.default, _aten.scatter.src, _aten.scatter.value, _aten.scatter_add.default, _aten.put.default),
+    *(_aten.scatter_reduce.two, _aten.index_reduce.default, _aten.isin.Tensor_Tensor),
+    *(_aten.renorm.default, _aten.unfold.default, _aten.histc.default, _aten.histogram.bin_ct, _aten.bincount.default),
+)
+_WRITES = (
+    *(_aten.index_put_.default, _aten._index_put_impl_.default, _aten.index_copy_.default, _aten.index_add_.default),
+    *(_aten.index_fill_.int_Scalar, _aten.index_fill_.int_Tensor, *_MASKS),
+    *(_aten.scatter_.src, _aten.scatter_.value, _aten.scatter_.reduce, _aten.scatter_.value_reduce),
+    *(_aten.scatter_add_.default, _aten.scatter_reduce_.two, _aten.index_reduce_.default, _aten.put_.default),
+    *(_aten.masked_scatter_.default, _aten.floor_divide_.Tensor, _aten.floor_divide_.Scalar),
+    *(_aten.renorm_.default, _aten.tril_.default, _aten.triu_.default, _aten.cumsum_.default, _aten.cumprod_.default),
+)
+
+
+@cache
+def install() -> None:
+    """Makes them work on whole tensors. Has an effect once per process."""
+    handle(_READS, _read)
+    handle(_WRITES, _write)
+
+
+def _read(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Collective. UsageError where each rank reads other elements in a loss."""
+    refuse_different_indices(operator, args)
+    return of_whole(operator, args, kwargs)
+
+
+def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Collective."""
+    tensor = args[0]
+    if not is_dtensor(tensor):
+        return into_plain(operator, args, kwargs)
+    if is_pending(tensor):
+        settle_in_place(tensor)
+    if operator in _MASKS and is_dtensor(args[1]):
+        return as_torch_does(operator, args, kwargs)
+    with copied_parts.written(tensor):
+        return in_place_of_whole(operator, tensor, args[1:], kwargs)
