@@ -189,7 +189,7 @@ def test_an_error_that_nobody_awaited_is_logged_at_exit(live, background, tmp_pa
 LEAVES = """
 import sys
 from pathlib import Path
-from shardkit.checkpoint import async_save, write
+from shardkit.checkpoint.saving import async_save, write
 from shardkit.distributed import control
 from tests import checkpoints
 

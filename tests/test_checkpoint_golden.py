@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from shardkit.checkpoint import manifest
+from shardkit.checkpoint.files import manifest
 from tests import checkpoints
 from tests.checkpoints import prepared, values_in
 

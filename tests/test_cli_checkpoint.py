@@ -568,7 +568,7 @@ def test_prune_respects_a_live_run(project, tmp_path, capsys):
     code = f"""
 import sys
 from pathlib import Path
-from shardkit.checkpoint import lock
+from shardkit.checkpoint.saving import lock
 held = lock.acquire(Path({str(root)!r}), "a run")
 print("held", flush=True)
 sys.stdin.readline()

@@ -121,11 +121,10 @@ TORCH_FREE += [
 TORCH_FREE += [*PLAN_WITHOUT_TORCH, "shardkit.plan.report", "shardkit.plan.plot", "shardkit.cli.plan"]
 
 TORCH_FREE += [
-    "shardkit.checkpoint.files",
-    "shardkit.checkpoint.loading.locate",
-    "shardkit.checkpoint.exporting.export",
+    f"shardkit.checkpoint.{name}"
+    for name in ("faults", "saving.retention", "saving.lock", "loading.locate", "exporting.export")
 ]
-TORCH_FREE += [f"shardkit.checkpoint.{name}" for name in ("saving.retention", "commands.merge", "commands.compare")]
+TORCH_FREE += ["shardkit.values", "shardkit.checkpoint.commands.merge", "shardkit.checkpoint.commands.compare"]
 TORCH_FREE += ["shardkit.cli.checkpoint", "shardkit.cli.submit", "shardkit.submit.engines", "shardkit.submit.sending"]
 # A rank loads these before the script, which may set variables that torch reads when it is imported.
 TORCH_FREE += [f"shardkit.compat.{name}" for name in ("startup", "modules", "names", "scan", "migrate", "members")]

@@ -136,7 +136,7 @@ def derived() -> dict[str, set[str]]:
 
 def read_by(places: tuple[str, ...]) -> set[str]:
     """Attributes that these files and folders read, themselves or through a function of DERIVED."""
-    files = [f for place in places for f in ([ROOT / place] if place.endswith(".py") else (ROOT / place).glob("*.py"))]
+    files = [f for place in places for f in ([ROOT / place] if place.endswith(".py") else (ROOT / place).rglob("*.py"))]
     waiting = set().union(*(names_in(ast.parse(file.read_text())) for file in files))
     functions, found = derived(), set()
     while waiting:
