@@ -44,6 +44,17 @@ def test_a_checkpoint_that_is_the_working_folder_or_its_parent(of_one_rank, caps
     assert "give another folder" in answer(capsys, "checkpoint", "merge", typed, "-o", ".", code=3)
 
 
+def test_a_short_option_takes_its_value_after_an_equals_sign_too(of_one_rank, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    answer(capsys, "config", "--defaults", "-o=run.yaml")
+    answer(capsys, "checkpoint", "merge", of_one_rank, "-o=merged")
+    (tmp_path / "train.py").touch()
+    text = answer(capsys, "launch", "--config=run.yaml", "--cpu", "-n=3", "--dry-run", "train.py", "-o=its-own")
+    assert "1 machine x 3" in text and "train.py -o=its-own" in text
+    answer(capsys, "submit", "--config=run.yaml", "--to=slurm", "-n=3", "-o=job.sh", "train.py")
+    assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "merged", "train.py", "job.sh"}
+
+
 @pytest.mark.parametrize("part", ["model", "model/r00000-of-00001.safetensors", "index.json", "."])
 def test_a_part_of_a_checkpoint_names_the_checkpoint(of_one_rank, capsys, monkeypatch, part):
     step = of_one_rank / "step-00000001"

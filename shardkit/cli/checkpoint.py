@@ -31,7 +31,7 @@ def _named(path: str) -> Place:
     checkpoints there."""
     if path == "":
         raise typer.BadParameter("not the path of a folder (got ''); give a folder, or . for the current one.")
-    return place_of(path)
+    return place_of(options.value_of(path))
 
 
 def _on_disk(path: str) -> Path:

@@ -7,9 +7,14 @@ from typing import Annotated, Any
 import typer
 
 
+def value_of(given: str) -> str:
+    """The value that was meant: of `-o=file` click takes `=file`."""
+    return given.removeprefix("=")
+
+
 def path_of(given: str) -> Path:
     """The path, with `~` expanded: shells leave it in `--flag=~/file`."""
-    return Path(os.path.expanduser(given))
+    return Path(os.path.expanduser(value_of(given)))
 
 
 PATH: Any = {"parser": path_of, "metavar": "PATH"}

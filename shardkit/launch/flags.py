@@ -51,9 +51,9 @@ def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[
             blocks.setdefault(block, {})[inner] = given
         elif key is not None and name not in with_value:
             ours += ["--set", f"{key}={_value(is_joined, value, rest)}"]
-        elif name in with_value and not is_joined:
-            ours += [name, *rest[:1]]
-            rest = rest[1:]
+        elif name in with_value and not (is_joined and name.startswith("--")):  # of -n=2 click takes =2 for the value
+            ours += [name, *([value] if is_joined else rest[:1])]
+            rest = rest if is_joined else rest[1:]
         else:
             ours.append(f"{name}={value}" if is_joined else name)
         if name in {"-m", "--module"}:
