@@ -115,6 +115,42 @@ def test_units_that_a_rank_leaves_out_are_refused_and_the_advice_for_them_works(
         assert losses == pytest.approx(expected) and len(losses) == 3 and not text
 
 
+class Experts(nn.Module):
+    """Of which a rank uses as many as its number, and one more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts = nn.Linear(6, 6), nn.ModuleList(Part(6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return sum(expert(x) for expert in self.experts[: dist.get_rank() + 1])
+
+
+def other_numbers_of_experts(strategy: int, unused: bool, unit: str | None) -> str:
+    accelerator = Accelerator(config=config(strategy, unused, unit=unit))
+    model = accelerator.prepare(Experts())
+    before = [value.full_tensor() for value in model.state_dict().values()]
+    with pytest.raises(ModelError) as found:
+        accelerator.backward(model(torch.ones(2, 6)).square().mean())
+    after = [value.full_tensor() for value in model.state_dict().values()]
+    assert all(map(torch.equal, before, after))
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "unused", "unit"),
+    [(1, False, "Part"), (2, False, "Part"), (1, False, None), (1, True, "Part")],
+)
+def test_other_numbers_of_modules_are_refused_before_they_are_gathered(ranks, strategy, unused, unit):
+    """Collectives of different sizes would end a process of gloo, and be waited for on GPUs."""
+    if unused and not can_reduce_unused():
+        pytest.skip("FSDP reduces unused parameters from torch 2.13 on")
+    for text in ranks.run(3, other_numbers_of_experts, strategy, unused, unit):
+        assert text.startswith("model: rank") and "used other modules or parameters than rank 0 in a step" in text
+        assert "name the class around them" in text
+
+
 @compared_often()
 def later_branches() -> tuple[int, str]:
     """As above, in a loop over data, which is where boundaries are."""

@@ -7,11 +7,10 @@ from torch import nn
 from shardkit.distributed.control import ControlGroup, unlike_rank_0
 from shardkit.errors import ModelError
 from shardkit.sharding.ddp import Replica
-from shardkit.sharding.fsdp.trace import trace_of
-from shardkit.wording import ranks_text
+from shardkit.sharding.fsdp.trace import different_modules, trace_of
 
-# This many steps are checked before the optimizer steps; later ones are compared in the background
-# (`distributed/background_agreement.py`).
+# This many steps are checked before the optimizer steps, and most of what they do before it happens
+# (`sharding/fsdp/trace.py`); later ones are compared in the background (`distributed/background_agreement.py`).
 CHECKED_STEPS = 2
 
 
@@ -38,7 +37,7 @@ class SameModules:
             self._left = max(0, self._left - 1)
             different = self._control.decide(self.trace(), unlike_rank_0)
             if different:
-                raise ModelError(text(different, "the weights have not been changed by this step"))
+                raise ModelError(different_modules(different, "the weights have not been changed by this step"))
 
     def check_before_save(self) -> None:
         """ModelError on all ranks where any step so far differed: the weights are not worth a save, and a short run may
@@ -51,15 +50,4 @@ class SameModules:
 
 def noticed_late(different: list[int]) -> ModelError:
     """The error for a difference that was found in the background."""
-    return ModelError(text(different, "weights are wrong since then, so go back to an earlier checkpoint"))
-
-
-def text(different: list[int], consequence: str) -> str:
-    """The error text for ranks that have used other modules than rank 0."""
-    return (
-        f"model: {ranks_text(different)} used other modules or parameters than rank 0 in a step, and FSDP mixes their "
-        f"gradients; {consequence}. Use the same on all ranks. Where one may leave out parameters of a unit, set "
-        "shardkit.ddp_find_unused_parameters: true; where it may leave out units (experts), make one of them, too: "
-        "name the class around them in fsdp_transformer_layer_cls_to_wrap, with fsdp_auto_wrap_policy: "
-        "TRANSFORMER_BASED_WRAP, or set NO_WRAP."
-    )
+    return ModelError(different_modules(different, "weights are wrong since then, so go back to an earlier checkpoint"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from shardkit.errors import ModelError, UsageError
 from shardkit.model.cut import shard_dim
 from shardkit.sharding import hooks, original_parameters, parameters, precision
 from shardkit.sharding.fsdp import internals, outputs, unit_state, unused_parameters
-from shardkit.sharding.fsdp.trace import Trace
+from shardkit.sharding.fsdp.trace import COMPARED, Trace
 from shardkit.sharding.gradient_sync import GradientMean, drop_unreduced, sync_with_model
 from shardkit.sharding.precision import Precision
 from shardkit.sharding.tensors import behaviours
@@ -166,6 +167,7 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
             vars(module)["_apply"] = _InPlace(module)
             module.register_load_state_dict_pre_hook(_shard_what_is_loaded)
     shared = unit_state.adopt(model, _carry_to_gathered)
+    shared.left = math.inf if config.debug else COMPARED * len(units.units)
     unit_state.finish(model, compiled)
     if config.shardkit.ddp_find_unused_parameters:
         unit_state.at_end_of_backward(model, (), partial(unused_parameters.drop, internals.groups_of_model(model)))
@@ -176,7 +178,7 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
 
 
 def _reduce_replicated(means: GradientMean, trace: Trace) -> None:
-    trace.add(*means.used())
+    trace.add(*means.used(), device=means.parameters[0].device)
     means.reduce()
 
 

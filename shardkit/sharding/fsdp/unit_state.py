@@ -213,7 +213,7 @@ class UnitGroup(FSDPParamGroup):
             return
         self._drop_parked()
         if self._all_gather_result is None and not self.is_unsharded:
-            self._state._pass.trace.add(self._number)
+            self._state._pass.trace.add(self._number, device=self.device)
         with gathering():
             super().unshard(async_op)
 
@@ -274,7 +274,7 @@ class UnitGroup(FSDPParamGroup):
             self._reached = unused_parameters.reached(self, self._reached)
         elif self.reduce_grads:
             used = tuple(map(has_gradient, self.fsdp_params))
-            self._state._pass.trace.add(self._number, *used)
+            self._state._pass.trace.add(self._number, *used, device=self.device)
             self._note_used(used)
         with self._turns.of_fsdp(self.fsdp_params) if self._turns else nullcontext():
             super().post_backward()
