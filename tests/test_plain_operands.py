@@ -214,6 +214,88 @@ def results(run: Run) -> dict[str, list[float]]:
     return found
 
 
+class Layers(torch.nn.Module):
+    """One of each kind that multiplies its input with a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = torch.nn.Conv1d(6, 3, 2), torch.nn.GroupNorm(1, 3)
+        self.linear, self.last_norm, self.table = (
+            torch.nn.Linear(3, 7),
+            torch.nn.LayerNorm(7),
+            torch.nn.Embedding(11, 7),
+        )
+
+    def forward(self, x, tokens):
+        return self.last_norm(self.linear(self.norm(self.conv(x)).mean(-1))) * self.table(tokens).sum(1)
+
+
+PRODUCTS: dict[str, Any] = {
+    "similarities": lambda x, w: x @ w.T,
+    "a row": lambda x, w: x @ w[0],
+    "linear": lambda x, w: F.linear(x, w, w[:, 0]),
+    "einsum": lambda x, w: torch.einsum("bi,oi->bo", x, w),
+    "distances": lambda x, w: torch.cdist(x, w),
+    "rows": lambda x, w: F.embedding(x.argmax(-1) % 3, w),
+}
+
+
+def products(run: Run) -> list[float]:
+    """Of samples with sharded weights: in a plain copy that holds them, and one by one."""
+    torch.manual_seed(0)
+    model = Layers()
+    copied = copy.deepcopy(model)
+    model = run.unwrap(run.prepare(model))
+    copied.load_state_dict(model.state_dict(), assign=True)
+    samples = run.draw(1, 6, 5), run.batch(1)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            run.see_mean(copied(*samples).square().mean())
+            for product in PRODUCTS.values():
+                run.see_mean(product(run.draw(2, 7), model.table.weight).square().mean())
+    copied.requires_grad_(False)
+    needing = samples[0].requires_grad_()
+    (gradient,) = torch.autograd.grad(copied(*samples).square().sum(), needing)
+    run.see_mean(gradient.square().mean())
+    with torch.no_grad():  # a factor that is equal on all ranks
+        weight = model.linear.weight
+        weight.copy_((torch.eye(7) + 0.1) @ weight)
+        weight.data = weight @ torch.ones(3, 3)
+    run.see(weight.square().sum())
+    return run.seen
+
+
+def products_on_ranks(strategy: int) -> list[float]:
+    loop = loops.run.Loop(products, fsdp=loops.run.BY_SIZE)
+    return products(RanksRun(accelerator=Accelerator(config=loops.config_of(strategy, loop))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "strategy"), [(2, 1), (3, 2), (4, 4), (2, 3)])
+def test_products_of_samples_with_sharded_weights(ranks, world, strategy):
+    expected = products(Run())
+    for found in ranks.run(world, products_on_ranks, strategy):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def train_by_products() -> list[str]:
+    _, model = sharded(torch.nn.Linear(4, 3))
+    texts = []
+    for product in (lambda x, w: x @ w.T, lambda x, w: torch.cdist(x, w)):
+        with pytest.raises(UsageError) as found:
+            product(torch.ones(2, 4), model.weight)
+        texts.append(str(found.value))
+    with pytest.raises(UsageError):
+        torch.mv(torch.ones(2, 4, requires_grad=True), model.requires_grad_(False).weight[0])
+    return texts
+
+
+def test_products_that_would_be_trained_are_refused(ranks):
+    for product, distance in ranks.run(2, train_by_products):
+        assert "cannot be trained" in product and "shape (4, 3) in aten::mm)" in product
+        assert "shape (3, 4) in aten::_cdist_forward)" in distance and "parameter.full_tensor()" in distance
+
+
 def joined(tensors: list[torch.Tensor]) -> list[float]:
     return torch.cat([whole(tensor.detach()).flatten() for tensor in tensors]).tolist()
 

@@ -9,6 +9,7 @@ from shardkit.sharding.tensors import (
     numbers_of_tensors,
     pickled_parts,
     plain_operands,
+    products,
     random_values,
     reductions,
     reshaped,
@@ -18,7 +19,7 @@ from shardkit.sharding.tensors import (
 
 _BEHAVIOURS = (
     random_values, numbers_of_tensors, in_place, assigned_data, reductions, copied_parts, reshaped, pickled_parts,
-    composite_operators, fused_steps, plain_operands, torch_collectives, whole_operators,
+    composite_operators, fused_steps, plain_operands, products, torch_collectives, whole_operators,
 )  # fmt: skip
 
 

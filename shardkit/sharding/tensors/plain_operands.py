@@ -9,7 +9,7 @@ tensors. Here a plain tensor counts as equal on all ranks, which is so in a loop
     (losses * weights).backward()          refused if ranks have different `losses`: each would weigh its own samples
     batch * weights                        also without a gradient, where the plain tensor has more rows
 
-Products of matrices are refused by torch as before: their plain operands are activations, of this rank's samples.
+Products of matrices are not among them: their plain operands are activations, of this rank's samples. See `products`.
 
 Checked on torch 2.11 to 2.15.
 """

@@ -1,0 +1,70 @@
+"""Products of plain tensors with sharded ones, such as samples with the weights of a layer, outside of its unit.
+
+    average.load_state_dict(model.state_dict(), assign=True); average(x)    a plain copy that holds sharded weights
+    features @ model.prototypes.weight.T, F.embedding(ids, table)           in evaluation
+    p.grad.copy_(preconditioner @ p.grad)
+
+Every rank computes with its own plain tensors and the whole weights, as in a forward of their unit, and the result is
+plain. Weights that need a gradient are refused: that of each rank would be of its own samples.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardkit.distributed import named_barrier
+from shardkit.distributed.tensors import is_dtensor, local_part
+from shardkit.errors import UsageError
+from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
+from shardkit.sharding.tensors.settled import replicated
+
+_aten = torch.ops.aten
+_LINEAR = (
+    *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.embedding.default),
+    *(_aten.convolution.default, _aten.convolution_backward.default),
+    *(_aten.native_layer_norm.default, _aten.native_layer_norm_backward.default),
+    *(_aten.native_group_norm.default, _aten.native_group_norm_backward.default),
+)
+"""The gradients of plain tensors are such products, too."""
+_OTHERS = (
+    *(_aten.mv.default, _aten.addmv.default, _aten.addr.default, _aten._embedding_bag_forward_only.default),
+    *(_aten._cdist_forward.default, _aten._euclidean_dist.default, _aten._trilinear.default),
+)
+_COMPOSITE = (
+    *(_aten.linear.default, _aten.matmul.default, _aten.einsum.default, _aten.bilinear.default, _aten.cdist.default),
+    *(_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default, _aten.tensordot.default),
+    *(_aten.layer_norm.default, _aten.group_norm.default),
+)
+"""Which torch takes apart before, except in inference mode."""
+
+
+@cache
+def install() -> None:
+    """Makes them work on whole weights. Has an effect once per process."""
+    handle((*_LINEAR, *_OTHERS, *_COMPOSITE), _product)
+
+
+def _product(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Collective where it has plain tensors, unless they count as replicated anyway: see `settled`."""
+    tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+    if all(map(is_dtensor, tensors)) or DTensor._op_dispatcher._allow_implicit_replication:
+        return as_torch_does(operator, args, kwargs)
+    needing = [one for one in tensors if one.requires_grad and (is_dtensor(one) or operator not in _LINEAR)]
+    if torch.is_grad_enabled() and needing:
+        shape = next(tuple(one.shape) for one in tensors if is_dtensor(one))
+        raise UsageError(
+            "sharded tensor: its product with plain tensors cannot be trained, since each rank would have the gradient "
+            f"of its own samples (got one of shape {shape} in {operator.name()}); call the module that has the "
+            "parameter, model.head(x), or take parameter.full_tensor() before. Where the forward of one module reads a "
+            "parameter of another, both must be in one unit: fsdp_auto_wrap_policy: NO_WRAP, or the first one's class "
+            "in fsdp_transformer_layer_cls_to_wrap."
+        )
+    named_barrier.meet_at_first(operator.name(), UsageError)
+    return operator(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+
+
+def _whole(value: Any) -> Any:
+    return local_part(replicated(value)) if is_dtensor(value) else value
