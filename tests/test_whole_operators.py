@@ -27,6 +27,33 @@ NEW: dict[str, Any] = {
     "histogram": lambda p: torch.histc(p, 5, -1, 1),
     "added by a plain index": lambda p: p.scatter_add(0, torch.zeros(1, 3, dtype=torch.long), torch.ones(1, 3)),
     "largest of each": lambda p: p.scatter_reduce(0, torch.zeros(5, 3, dtype=torch.long), p * 2, "amax"),
+    "distances": lambda p: torch.cdist(p, 2 * p),
+    "distances of pairs": lambda p: torch.nn.functional.pdist(p),
+    "values without repeats": lambda p: p.round(decimals=1).unique(),
+    "blocks": lambda p: torch.block_diag(p, p),
+    "columns filled": lambda p: p.index_fill(1, torch.tensor([2]), 9.0),
+    "buckets": lambda p: torch.bucketize(p, torch.tensor([-0.1, 0.0, 0.1])),
+    "places among others": lambda p: torch.searchsorted(torch.tensor([-0.1, 0.0, 0.1]), p),
+    "in 8 bits": lambda p: torch.fake_quantize_per_tensor_affine(p, 0.01, 0, -128, 127),
+    "rows in 8 bits": lambda p: torch.fake_quantize_per_channel_affine(
+        p, p.abs().amax(1).detach(), torch.zeros(5, dtype=torch.int32), 0, -128, 127
+    ),
+    "entropy": lambda p: torch.nn.functional.cross_entropy(p, p.argmax(1)),
+}
+VIEWS: dict[str, Any] = {
+    "row": lambda p: p[1],
+    "last row": lambda p: p[-1],
+    "column": lambda p: p[..., 0],
+    "rows": lambda p: p[1:3],
+    "one by one": lambda p: next(iter(p)),
+    "halves": lambda p: p.chunk(2)[1],
+    "splits": lambda p: p.split([1, 4])[0],
+    "transposed": lambda p: p.t(),
+    "permuted": lambda p: p.permute(1, 0),
+    "with one more dim": lambda p: p[None].expand(2, -1, -1),
+    "flattened": lambda p: p.view(-1),
+    "diagonal": lambda p: p.diagonal(),
+    "products": lambda p: torch.kron(p, torch.ones(2, 2)),
 }
 WRITES: dict[str, Any] = {
     "limited norms": lambda p: p.renorm_(2, 0, 0.5),
@@ -47,8 +74,10 @@ WRITES: dict[str, Any] = {
 
 def results(weight: torch.Tensor) -> dict[str, Any]:
     found, start = {}, whole(weight).clone()
-    for name, new in NEW.items():
+    for name, new in (NEW | VIEWS).items():
         found[name] = whole(new(weight)).tolist()
+        with torch.inference_mode():
+            found[f"{name}, in inference mode"] = whole(new(weight)).tolist()
     for name, write in WRITES.items():
         weight.copy_(start)
         write(weight)
@@ -85,6 +114,7 @@ RESHAPES: dict[str, Any] = {
     "without all dims of one": ((1, 1, 4), lambda p: p.squeeze()),
     "expanded": ((1, 4), lambda p: p.expand(3, 4)),
     "flattened": ((5, 3), lambda p: p.flatten()),
+    "columns flattened": ((4, 6), lambda p: p.T.reshape(-1) * torch.arange(24.0)),
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardkit.distributed.tensors import local_part
-from shardkit.sharding.tensors.dtensor_operators import handle
+from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
 
 _aten = torch.ops.aten
 _OF_ONE = (
@@ -21,12 +21,15 @@ _OF_ONE = (
 )
 _OF_TWO = (
     *(_aten.broadcast_tensors.default, _aten.l1_loss.default, _aten.kl_div.default, _aten.outer.default),
+    *(_aten.kron.default, _aten.fake_quantize_per_channel_affine.default),
     *(_aten.cosine_similarity.default, _aten.pairwise_distance.default, _aten.max.other, _aten.min.other),
     *(getattr(_aten, name).Tensor for name in ("subtract", "multiply", "divide", "true_divide", "clip")),
     *(getattr(_aten, name).Tensor for name in ("less", "greater", "not_equal")),
     *(getattr(_aten, f"__{i}{name}__").Tensor for i in ("", "i") for name in ("and", "or", "xor")),
 )
 """One of the two may be plain."""
+_VIEWS = (_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.unsqueeze.default)
+"""See `handle`."""
 
 
 @cache
@@ -34,6 +37,8 @@ def install() -> None:
     """Takes them apart. Has an effect once per process."""
     handle((*_OF_ONE, *_OF_TWO), _taken_apart)
     handle([_aten.result_type.Tensor], _result_type)
+    handle(_VIEWS, as_torch_does)
+    handle([_aten.detach_.default], lambda _, args, __: args[0])  # torch 2.11 lacks it; there, views come to it
     try:
         from torch.distributed.tensor._decompositions import DecompShardingStrategy
     except ImportError:  # such a torch takes them apart

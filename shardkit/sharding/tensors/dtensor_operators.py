@@ -5,6 +5,8 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
+from shardkit.distributed.tensors import outside_inference_mode
+
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Called with the operator, its positional and its named arguments, in place of the operator."""
 
@@ -16,7 +18,8 @@ _ours: set[Any] = set()
 
 def handle(operators: Iterable[Any], handler: Handler) -> None:
     """Calls the handler for these operators on sharded tensors, from now on and in the whole process. Has no effect on
-    a torch without handlers. An operator has one handler."""
+    a torch without handlers. An operator has one handler; that of a view runs outside of inference mode, in which torch
+    cannot make one of a tensor from before."""
     handlers = getattr(DTensor._op_dispatcher, "_custom_op_handlers", None)
     if handlers is not None:
         for operator in operators:
@@ -24,7 +27,20 @@ def handle(operators: Iterable[Any], handler: Handler) -> None:
             _ours.add(operator)
             if operator in handlers:
                 _torchs[operator] = handlers[operator]
-            handlers[operator] = handler
+            handlers[operator] = _outside_inference_mode(handler) if _is_view(operator) else handler
+
+
+def _is_view(operator: Any) -> bool:
+    returned = [one.alias_info for one in operator._schema.returns if one.alias_info is not None]
+    return bool(returned) and not any(one.is_write for one in returned)
+
+
+def _outside_inference_mode(handler: Handler) -> Handler:
+    def handle_view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with outside_inference_mode():
+            return handler(operator, args, kwargs)
+
+    return handle_view
 
 
 def as_torch_does(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,5 +1,6 @@
 """Other shapes of sharded tensors that torch refuses: `p.grad.flatten()` of parts that differ in size, a view whose
-first dim the ranks do not divide (`p.view(heads, -1)`), `squeeze` and `expand` of a sharded dim of one.
+first dim the ranks do not divide (`p.view(heads, -1)`), `squeeze` and `expand` of a sharded dim of one; and those in
+which it gives each rank several parts (`p.T.flatten()`).
 
 With torch a script would work with some sizes of layers only. Here the tensor is taken whole, into a copy that all
 ranks get (see `copied_parts`); what is written to it reaches the tensor, as in a view. (Checked on torch 2.11 to 2.15.)
@@ -11,8 +12,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardkit.distributed.tensors import local_part, own_part
+from shardkit.distributed.tensors import local_part, own_part, sharded_like
 from shardkit.sharding.tensors.copied_parts import CopiedPart, as_copy
 from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
 from shardkit.sharding.tensors.settled import replicated
@@ -41,11 +43,21 @@ def install() -> None:
 
 
 def _reshape(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Collective where torch refuses."""
+    """Collective where torch refuses, or gives ranks parts that a plain tensor beside them does not have."""
     tensor, *others = args
     try:
-        return as_torch_does(operator, args, kwargs)
+        found = as_torch_does(operator, args, kwargs)
     except RuntimeError:  # before anything is computed
-        whole = as_torch_does(operator, (replicated(tensor), *others), kwargs)
+        found = None
+    if found is not None and (_is_interleaved(tensor) or not _is_interleaved(found)):
+        return found
+    whole = replicated(tensor)
+    in_order = sharded_like(local_part(whole).contiguous(), whole)  # a gather by columns is not, with torch 2.11
+    whole = as_torch_does(operator, (in_order, *others), kwargs)
     has_place = operator in _VIEWS and not isinstance(tensor, CopiedPart)
     return as_copy(whole, _Whole(tensor) if has_place else None)
+
+
+def _is_interleaved(tensor: DTensor) -> bool:
+    """Whether ranks have several parts each, as of a matrix that is sharded by columns and flattened."""
+    return any(isinstance(placement, _StridedShard) for placement in tensor.placements)

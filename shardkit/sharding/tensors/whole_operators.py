@@ -3,6 +3,7 @@
     embed.weight[is_new], p[p > 1] = 1, p.grad[ids] = 0      textual inversion, new tokens, frozen rows
     torch.zeros_like(p).flatten().scatter_(0, largest, 1.0)  gradients made sparse
     torch.renorm(p, 2, 0, 1.0), p.tril_(), p.unfold(0, 2, 1)
+    torch.cdist(p, p), torch.unique(p), torch.fake_quantize_per_tensor_affine(p, ...)
 
 torch refuses to mix the two kinds of tensors, cannot tell how many elements a mask chooses, and has no in-place
 operator for rows of a sharded dim; its `scatter_add_` leaves the tensor with another shape, without a word (2.13). Here
@@ -11,10 +12,13 @@ and what is read is a copy that all of them get. A value that is pending is redu
 `(p.T @ p).norm()`. (Checked on torch 2.11 to 2.15.)
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
+from torch._guards import active_fake_mode
+from torch.distributed.tensor import DTensor
 
 from shardkit.distributed.tensors import is_dtensor
 from shardkit.sharding.tensors import copied_parts
@@ -26,12 +30,16 @@ from shardkit.sharding.tensors.settled import in_place_of_whole, is_pending, of_
 _aten = torch.ops.aten
 _MASKS = (_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor)
 """With a sharded mask they need no whole tensor."""
+_FINDING = "_propagate_op_sharding_dispatch_slow_path"
+"""The dispatcher's method that finds a layout for an operator; it may return the operator's result instead."""
 _READS = (
     *(_aten.index.Tensor, _aten.index_select.default, _aten.index_put.default, _aten._unsafe_index_put.default),
     *(_aten.masked_select.default, _aten.masked_scatter.default, _aten.nonzero.default, _aten.take.default),
     *(_aten.gather.default, _aten.scatter.src, _aten.scatter.value, _aten.scatter_add.default, _aten.put.default),
     *(_aten.scatter_reduce.two, _aten.index_reduce.default, _aten.isin.Tensor_Tensor),
     *(_aten.renorm.default, _aten.unfold.default, _aten.histc.default, _aten.histogram.bin_ct, _aten.bincount.default),
+    *(_aten.index_fill.int_Scalar, _aten.index_fill.int_Tensor, _aten.bucketize.Tensor),
+    *(_aten.searchsorted.Tensor, _aten.fake_quantize_per_channel_affine_cachemask.default),
 )
 _WRITES = (
     *(_aten.index_put_.default, _aten._index_put_impl_.default, _aten.index_copy_.default, _aten.index_add_.default),
@@ -48,6 +56,26 @@ def install() -> None:
     """Makes them work on whole tensors. Has an effect once per process."""
     handle(_READS, _read)
     handle(_WRITES, _write)
+    if (find := getattr(DTensor._op_dispatcher, _FINDING, None)) is not None:
+        setattr(DTensor._op_dispatcher, _FINDING, partial(_find_layout, find))
+
+
+def _find_layout(find: Callable[..., Any], operator: Any, args: Any, kwargs: Any, *others: Any) -> Any:
+    """The layout that DTensor finds for an operator on sharded tensors; where it has none, the operator's result, of
+    whole tensors. Collective then."""
+    try:
+        return find(operator, args, kwargs, *others)
+    except (NotImplementedError, RuntimeError):  # before anything is computed
+        if not _gives_new_tensors(operator) or active_fake_mode() is not None:
+            raise
+    return of_whole(operator, args, kwargs)
+
+
+def _gives_new_tensors(operator: Any) -> bool:
+    """Whether it neither writes to its arguments nor returns views of them, and draws no random numbers, which may
+    differ between ranks."""
+    arguments = (*operator._schema.arguments, *operator._schema.returns)
+    return not any(one.alias_info for one in arguments) and torch.Tag.nondeterministic_seeded not in operator.tags
 
 
 def _read(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
