@@ -366,6 +366,50 @@ def test_two_models_that_share_a_parameter_are_refused(ranks, strategy, at_once)
         assert "put both into one module" in text
 
 
+class Average(nn.Module):
+    """An average of a model's weights that keeps the model it follows as a submodule."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.followed = model
+        self.average = copy.deepcopy(model).requires_grad_(False)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for kept, parameter in zip(self.average.parameters(), self.followed.parameters(), strict=True):
+            kept.lerp_(parameter, 0.5)
+
+
+def averaged(strategy: int | None) -> tuple[str, list[torch.Tensor]]:
+    """What prepare says of an average of a prepared model; its weights after two steps, unprepared. None: plain torch
+    on all samples."""
+    torch.manual_seed(3)
+    model, said = Net(), ""
+    average, optimizer = Average(model), adam(model.parameters())
+    tokens = torch.randint(0, 11, (12, 6), generator=torch.Generator().manual_seed(0))
+    backward = torch.Tensor.backward
+    if strategy is not None:
+        accelerator = accelerator_for(strategy)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        said, tokens, backward = refusal(lambda: accelerator.prepare(average)), batch(), accelerator.backward
+    for _ in range(2):
+        backward(loss_of(model, tokens))
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update()
+    return said, list(average.average.parameters())
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_an_average_that_keeps_a_prepared_model_is_told_to_stay_unprepared_and_follows_it(ranks, strategy):
+    _, expected = averaged(None)
+    for said, found in ranks.run(2, averaged, strategy):
+        assert said.startswith("prepare: two models share followed.embed.weight")
+        assert "Average has no other parameters to train, so do not prepare it" in said
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
 # ---- values set by assignment ----
 
 

@@ -22,6 +22,7 @@ from shardkit.log import get_logger
 from shardkit.optim import rebind
 from shardkit.optim.kernels import parameters_of
 from shardkit.runtime import distributed_model
+from shardkit.runtime.likely_mistakes.shared_parameters import refuse_shared
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.run import OfModel, Run, Taken
@@ -50,7 +51,7 @@ def prepare(
     kinds = _kinds(objects)
     moves = _placement(run, objects, device_placement)
     models = [one for one, kind in zip(objects, kinds, strict=True) if kind == "model"]
-    _refuse_shared(run, models)
+    refuse_shared(run, models)
     distributed_model.note_trees(run, [one for one in models if _prepared(run, one) is None])
     prepared, found_before = list(objects), ([*run.optimizers], [*run.schedulers])
     for kind, one in (
@@ -84,7 +85,7 @@ def for_evaluation(
         distributed_model.load(run, model, weights)
         return model
     if run.config.mode == "fsdp":
-        _refuse_shared(run, [model])
+        refuse_shared(run, [model])
     (moves,) = _placement(run, [model], [device_placement])
     distributed_model.note_trees(run, [model])
     run.evaluated[model] = distributed_model.distributed(run, model, weights, moves)
@@ -323,26 +324,6 @@ def _follow(run: Run) -> None:
             rebind.rebind(optimizer.optimizer, one.names_before, one.model)
         _refuse_strangers(run, optimizer)
         optimizer.follow_parameters()
-
-
-def _refuse_shared(run: Run, models: Sequence[nn.Module]) -> None:
-    """UsageError where two models share a parameter: it would be sharded or reduced twice."""
-    if run.config.num_processes == 1 and run.config.mode != "fsdp":
-        return
-    prepared = [*run.models, *(run.evaluated if run.config.mode == "fsdp" else ())]
-    seen = {id(p) for known in prepared for p in every_parameter(known)}
-    for model in models:
-        if any(model is known for known in prepared) or _prepared(run, model) is not None:
-            continue
-        own = dict(model.named_parameters())
-        shared = [fqn for fqn, p in own.items() if id(p) in seen or isinstance(p, ReleasedParameter)]
-        if shared:
-            raise UsageError(
-                f"prepare: two models share {', '.join(shared[:3])}, which can be sharded or reduced only once; put "
-                "both into one module (such as nn.ModuleDict) and prepare that: its submodules can be called "
-                "separately."
-            )
-        seen |= {id(p) for p in own.values()}
 
 
 def watch_optimizers(run: Run) -> None:
