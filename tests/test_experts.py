@@ -244,7 +244,7 @@ def rows() -> torch.Tensor:
 
 
 def test_the_plan_splits_as_training_does():
-    """By formula and simulated: a rank's parts, and the bytes of every collective."""
+    """By formula and simulated: a rank's parts, what it gathers, and the bytes of every collective."""
     tree = tree_of(Mixture())
     config = Config(num_processes=4, fsdp=FsdpConfig(transformer_layer_cls_to_wrap=["Experts"]))
     found = estimate(tree, config, world_size=4)
@@ -255,6 +255,10 @@ def test_the_plan_splits_as_training_does():
     assert last.gradients == found.memory.timeline[-1].memory.gradients
     expected = {each.kind: each.payload_bytes for each in found.traffic.collectives}
     assert step.payload_bytes == expected
+    formula = {moment.text: moment.memory.gathered for moment in found.memory.timeline}
+    shown = {moment.text: moment.memory.gathered for moment in step.moments}
+    for moment in ("loss", "backward of blocks.1", "backward of blocks.0", "backward of the root"):
+        assert shown[moment] == formula[moment], moment
 
 
 @cache

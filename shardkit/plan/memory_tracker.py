@@ -174,6 +174,8 @@ class MemoryTracker(TorchDispatchMode):
         category = self._default
         if name == "aten::_to_copy":
             category = self._of_copy(args[0])
+        elif name == "aten::cat":
+            category = self._of_joined(args[0], kwargs.get("out"))
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor, category)
@@ -185,6 +187,14 @@ class MemoryTracker(TorchDispatchMode):
         """A parameter cast to another dtype is a gathered one; a reduced gradient in another dtype stays a gradient."""
         kinds = {"parameters": "gathered", "gradients": "gradients", "reduction": "reduction"}
         return kinds.get(self.category_of(source) or "", self._default)
+
+    def _of_joined(self, parts: list[torch.Tensor], out: torch.Tensor | None) -> str:
+        """Shards of a dim other than 0 are joined in forward into a buffer of the parameter's, and gradients cut on
+        that dim before they are reduced (`foreach_all_gather_copy_out`, `foreach_reduce`)."""
+        found = {self.category_of(part) for part in parts}
+        if found == {"gathered"} and out is not None:
+            self.count([out], "gathered")
+        return "reduction" if found == {"reduction"} else self._default
 
     def _see_collective(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         if name in _GATHERED:
