@@ -604,6 +604,11 @@ def test_a_device_by_its_memory(capsys):
         ("NVIDIA A10G", "A10G 24 GB"),
         ("NVIDIA GeForce RTX 5090", "RTX 5090"),
         ("RTX 6000 Ada", "RTX 6000 Ada"),
+        ("rtx6000", "RTX 6000 Ada"),
+        ("RTX PRO 6000", "RTX PRO 6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
+        ("6000-pro", "RTX PRO 6000"),
+        ("h20", "H20 96 GB"),
         ("mi355x", "MI355X"),
         ("24GB", "device of 24GB"),
     ],
@@ -634,7 +639,10 @@ def test_a_device_as_people_write_it(name, expected):
         ("NVIDIA B300 SXM6 AC", 288_400_343_040, "B300"),
         ("NVIDIA RTX 6000 Ada Generation", 51_527_024_640, "RTX 6000 Ada"),
         ("Quadro RTX 6000", 24 * GIB, "Quadro RTX 6000"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 96 * GIB, "NVIDIA RTX PRO 6000 Blackwell Server Edition"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 102_642_286_592, "RTX PRO 6000"),
+        ("NVIDIA RTX PRO 5000 Blackwell", 48 * GIB, "NVIDIA RTX PRO 5000 Blackwell"),
+        ("NVIDIA H20", 102_625_181_696, "H20 96 GB"),
+        ("NVIDIA GB300", 298_013_687_808, "GB300"),
         ("AMD Instinct MI355X", 309_220_868_096, "MI355X"),
         ("NVIDIA GeForce GTX 1080", 8 * GIB, "NVIDIA GeForce GTX 1080"),
         ("NVIDIA GB10", 0, "NVIDIA GB10"),  # it shares the host's memory, and the driver tells no size
@@ -643,6 +651,16 @@ def test_a_device_as_people_write_it(name, expected):
 def test_a_device_by_the_drivers_name(name, memory, expected):
     found = devices.of_hardware(name, memory)
     assert (found.name, found.memory_bytes) == (expected, memory or None)
+
+
+@pytest.mark.parametrize(
+    ("name", "both_directions", "of_a_chip"), [("v5e", 400, 25), ("v5p", 1200, 50), ("v6e", 800, 100)]
+)
+def test_links_of_tpus_count_in_one_direction(name, both_directions, of_a_chip):
+    """As published: GB/s in both directions together between chips, and Gb/s of network a chip."""
+    found = devices.find(f"tpu-{name}")
+    assert found.link_bytes_per_s == both_directions * 1e9 / 2
+    assert found.network_bytes_per_s == pytest.approx(of_a_chip * 1e9 / 8, rel=0.01)
 
 
 def test_a_device_without_bf16_says_what_a_run_does(capsys):

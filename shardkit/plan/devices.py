@@ -106,14 +106,15 @@ class Device:
 #   fp32 30.3 TFLOPS, PCIe 4.0 x16 (64 GB/s both directions together).
 # RTX 4090: https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
 #   bf16 and fp16 165.2 (fp32 accumulation), fp32 82.6 TFLOPS, PCIe 4.0 x16.
-# TPU v5e: https://cloud.google.com/tpu/docs/v5e  bf16 197 TFLOPS, 16 GB, 1,600 Gb/s between chips over four links;
-#   6.4 Tb/s of data centre network for a pod of 256.
+# TPU v5e: https://cloud.google.com/tpu/docs/v5e  bf16 197 TFLOPS, 16 GB, 400 GB/s between chips over four links, both
+#   directions together; 6.4 Tb/s of data centre network for a pod of 256.
 # H100 with 96 GB of HBM2e: SXM's peak is taken; 400 Gb/s a device to others, as in
 #   https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md
 # GH200: https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip  bf16 990 dense, fp32 67 TFLOPS, 96 GB,
 #   NVLink 900 GB/s both directions together.
 # GB200 NVL72: https://www.nvidia.com/en-us/data-center/gb200-nvl72/  for 72 devices bf16 360 PFLOPS with sparsity, so
 #   2,500 TFLOPS dense each, fp32 5,760 TFLOPS, 13.4 TB; NVLink 1.8 TB/s each, both directions together.
+# GB300 NVL72: https://www.nvidia.com/en-us/data-center/gb300-nvl72/  arithmetic and NVLink of GB200; 800 Gb/s adapters.
 # A10: https://www.nvidia.com/en-us/data-center/products/a10-gpu/  bf16 125 dense, fp32 31.2 TFLOPS, PCIe 4.0 x16.
 # A10G (AWS): https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf
 #   bf16 70 dense, fp32 35 TFLOPS, PCIe 4.0 x16.
@@ -131,9 +132,10 @@ class Device:
 # MI350X: https://www.amd.com/en/products/accelerators/instinct/mi350/mi350x.html  bf16 2,300 dense, fp32 144.2 TFLOPS.
 # MI355X: https://www.amd.com/en/products/accelerators/instinct/mi350/mi355x.html  bf16 2,500 dense, fp32 157.3 TFLOPS.
 #   Both: 288 GB, seven Infinity Fabric links of 153 GB/s, both directions together; adapters as of MI300X, assumed.
-# TPU v5p: https://cloud.google.com/tpu/docs/v5p  bf16 459 TFLOPS, 95 GB, 4,800 Gb/s between chips.
-# TPU v6e: https://cloud.google.com/tpu/docs/v6e  bf16 918 TFLOPS, 32 GB, 3,584 Gb/s between chips.
-#   Data centre network of both: as of v5e, an assumption.
+# TPU v5p: https://cloud.google.com/tpu/docs/v5p  bf16 459 TFLOPS, 95 GB, 1,200 GB/s between chips, both directions
+#   together, 50 Gb/s of data centre network a chip.
+# TPU v6e: https://cloud.google.com/tpu/docs/v6e  bf16 918 TFLOPS, 32 GB, 800 GB/s between chips, both directions
+#   together; 100 Gb/s of data centre network a chip (https://cloud.google.com/tpu/docs/tpu7x).
 # H100 PCIe and NVL: datasheet of H100 SXM and NVIDIA's product briefs. PCIe: bf16 1,513 with sparsity = 756 dense, fp32
 #   51 TFLOPS, PCIe 5.0 x16 (128 GB/s both directions together). NVL: bf16 1,671 with sparsity = 835 dense, fp32 60
 #   TFLOPS, 94 GB; NVLink joins two of them, so PCIe 5.0 is taken.
@@ -141,10 +143,13 @@ class Device:
 #   PCIe 5.0 is taken.
 # A100 PCIe: datasheet of A100: its arithmetic, PCIe 4.0 x16. V100 PCIe: datasheet of V100: fp16 112, fp32 14 TFLOPS,
 #   PCIe 3.0 x16. Both have boards of two sizes.
+# H20: NVIDIA's data sheet of it  bf16 148 dense, fp32 44 TFLOPS, 96 GB, NVLink of H100; eight 400 Gb/s adapters.
 # L40S: https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413  bf16 362 dense, fp32 91.6 TFLOPS, PCIe 4.0 x16.
 # L40: https://www.nvidia.com/en-us/data-center/l40/  bf16 181 dense, fp32 90.5 TFLOPS, PCIe 4.0 x16.
 # RTX 6000 Ada: https://images.nvidia.com/aem-dam/en-zz/Solutions/technologies/NVIDIA-ADA-GPU-PROVIZ-Architecture-Whitepaper_1.1.pdf
 #   bf16 364.2 dense, fp32 91.1 TFLOPS, PCIe 4.0 x16.
+# RTX PRO 6000 Blackwell: NVIDIA's whitepaper "NVIDIA RTX Blackwell GPU Architecture", of its workstation edition
+#   bf16 and fp16 503.8 (fp32 accumulation), fp32 126 TFLOPS, 96 GB, PCIe 5.0 x16. Max-Q has a tenth less.
 # A40: https://images.nvidia.com/content/Solutions/data-center/a40/nvidia-a40-datasheet.pdf  bf16 149.7 dense, fp32 37.4
 #   TFLOPS, PCIe 4.0 x16.
 # RTX A6000: NVIDIA's whitepaper of GA102 (version 2)  bf16 154.8 dense, fp32 38.7 TFLOPS, PCIe 4.0 x16.
@@ -163,6 +168,8 @@ DEVICES = {
     "h100-80": Device("H100 80 GB", 81559 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 450e9, 50e9),
     "gh200-96": Device("GH200 96 GB", 97871 * MIB, {"bf16": 990e12, "fp16": 990e12, "fp32": 67e12}, 450e9, 50e9),
     "gb200-186": Device("GB200", 189471 * MIB, {"bf16": 2500e12, "fp16": 2500e12, "fp32": 80e12}, 900e9, 50e9),
+    "gb300-288": Device("GB300", 284208 * MIB, {"bf16": 2500e12, "fp16": 2500e12, "fp32": 80e12}, 900e9, 100e9),
+    "h20-96": Device("H20 96 GB", 97871 * MIB, {"bf16": 148e12, "fp16": 148e12, "fp32": 44e12}, 450e9, 50e9),
     "v100-pcie": Device("V100 PCIe", 16384 * MIB, {"fp16": 112e12, "fp32": 14e12}, 16e9, 1.5e9),
     "v100-16": Device("V100 16 GB", 16384 * MIB, {"fp16": 125e12, "fp32": 15.7e12}, 150e9, 6.25e9),
     "v100-32": Device("V100 32 GB", 32768 * MIB, {"fp16": 125e12, "fp32": 15.7e12}, 150e9, 6.25e9),
@@ -170,6 +177,9 @@ DEVICES = {
     "a40-48": Device("A40 48 GB", 46068 * MIB, {"bf16": 149.7e12, "fp16": 149.7e12, "fp32": 37.4e12}, 32e9, 1.5e9),
     "a6000-48": Device("RTX A6000", 49140 * MIB, {"bf16": 154.8e12, "fp16": 154.8e12, "fp32": 38.7e12}, 32e9, 1.5e9),
     "l40s-48": Device("L40S 48 GB", 46068 * MIB, {"bf16": 362e12, "fp16": 362e12, "fp32": 91.6e12}, 32e9, 1.5e9),
+    "6000-pro-96": Device(
+        "RTX PRO 6000", 97887 * MIB, {"bf16": 503.8e12, "fp16": 503.8e12, "fp32": 126e12}, 64e9, 1.5e9
+    ),
     "6000-ada-48": Device(
         "RTX 6000 Ada", 49140 * MIB, {"bf16": 364.2e12, "fp16": 364.2e12, "fp32": 91.1e12}, 32e9, 1.5e9
     ),
@@ -188,9 +198,9 @@ DEVICES = {
     "l4-24": Device("L4 24 GB", 23034 * MIB, {"bf16": 121e12, "fp16": 121e12, "fp32": 30.3e12}, 32e9, 1.5e9),
     "4090-24": Device("RTX 4090", 24564 * MIB, {"bf16": 165.2e12, "fp16": 165.2e12, "fp32": 82.6e12}, 32e9, 1.5e9),
     "5090-32": Device("RTX 5090", 32607 * MIB, {"bf16": 209.5e12, "fp16": 209.5e12, "fp32": 104.8e12}, 64e9, 1.5e9),
-    "tpu-v5e": Device("TPU v5e", 16 * GIB, {"bf16": 197e12}, 100e9, 3.1e9),
-    "tpu-v5p": Device("TPU v5p", 95 * GIB, {"bf16": 459e12}, 300e9, 3.1e9),
-    "tpu-v6e": Device("TPU v6e", 32 * GIB, {"bf16": 918e12}, 224e9, 3.1e9),
+    "tpu-v5e": Device("TPU v5e", 16 * GIB, {"bf16": 197e12}, 200e9, 3.1e9),
+    "tpu-v5p": Device("TPU v5p", 95 * GIB, {"bf16": 459e12}, 600e9, 6.25e9),
+    "tpu-v6e": Device("TPU v6e", 32 * GIB, {"bf16": 918e12}, 400e9, 12.5e9),
     "cpu": Device("CPU", None, {"bf16": 0.1e12, "fp16": 0.1e12, "fp32": 0.1e12}, 10e9, 1.25e9, reserve_bytes=0),
 }
 
@@ -198,7 +208,8 @@ DEVICES = {
 CAPABILITIES = {
     **{"V100": 7.0, "T4": 7.5, "A100": 8.0, "A10": 8.6, "A10G": 8.6, "A40": 8.6, "RTX A6000": 8.6, "RTX 3090": 8.6},
     **{"L4": 8.9, "L40": 8.9, "L40S": 8.9, "RTX 4090": 8.9, "RTX 6000 Ada": 8.9},
-    **{"H100": 9.0, "GH200": 9.0, "H200": 9.0, "B200": 10.0, "GB200": 10.0, "B300": 10.3, "RTX 5090": 12.0},
+    **{"H20": 9.0, "H100": 9.0, "GH200": 9.0, "H200": 9.0, "B200": 10.0, "GB200": 10.0, "B300": 10.3, "GB300": 10.3},
+    **{"RTX 5090": 12.0, "RTX PRO 6000": 12.0},
 }
 """NVIDIA's compute capability by the beginning of a device's name."""
 
@@ -211,6 +222,7 @@ def find(name: str, memory_bytes: int | None = None) -> Device:
     the table; words that drivers add (NVIDIA A100-SXM4-80GB) are passed over. Raises UsageError if unknown."""
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
     key = re.sub(r"\b(nvidia|geforce|tesla|rtx|sxm\d?|hbm\w*)\b-?|^rtx(?=\d|a\d)|(?<=\d)gb\b", "", key).rstrip("-")
+    key = re.sub(r"^pro-6000\b.*", "6000-pro", key)
     matches = [known for known in DEVICES if known == key or known.startswith(f"{key}-")]
     if matches:
         device = DEVICES[matches[-1]]
