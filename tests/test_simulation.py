@@ -87,6 +87,19 @@ def test_the_closed_form_agrees_within_five_percent(strategy):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", [1, 3])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adagrad", "rmsprop"])
+def test_the_closed_form_knows_what_a_step_makes(optimizer, strategy):
+    """Kernels for lists of tensors hold what they make for all parameters at once."""
+    asked = replace(request(TINY, strategy), optimizer=optimizer)
+    memory, _ = simulated(asked)
+    for found in (memory, row(asked).estimate.memory):
+        (step,) = (moment.memory for moment in found.timeline if moment.phase == "optimizer")
+        per_parameter = {"sgd": 0, "momentum": 4, "adagrad": 12, "rmsprop": 8}[optimizer]
+        assert step.optimizer_state == pytest.approx(step.parameters * per_parameter // 4, rel=0.01, abs=1000)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     [

@@ -224,6 +224,13 @@ def _all_gradients(plan: ShardedSizes) -> int:
     return sum(unit.gradient_bytes for unit in [*plan.units, plan.root, plan.replicated])
 
 
+def _in_step(plan: ShardedSizes) -> Memory:
+    """Memory in the optimizer's step."""
+    base = _persistent(plan)
+    made = sum(unit.step_bytes for unit in [*plan.units, plan.root, plan.replicated])
+    return replace(base, gradients=_all_gradients(plan), optimizer_state=base.optimizer_state + made)
+
+
 def keeps_on_host(config: Config) -> bool:
     """Whether blocks save in another memory than the device's: a CPU's is the host's."""
     return config.shardkit.offload_activations and not config.use_cpu
@@ -252,7 +259,7 @@ def _walk_fsdp(plan: ShardedSizes, config: Config, kept: Activations) -> Iterato
     """The last micro-batch of one optimizer step under FSDP2."""
     yield from _forward(plan, config, kept)
     yield from _backward(plan, config, kept)
-    yield Moment("optimizer", "", replace(_persistent(plan), gradients=_all_gradients(plan)))
+    yield Moment("optimizer", "", _in_step(plan))
 
 
 def _forward(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator[Moment]:
@@ -378,7 +385,7 @@ def _walk_ddp(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator
     yield Moment("backward", "the last block", first)
     last = replace(base, gradients=everything, activations=working + kept.output_bytes)
     yield Moment("backward", "the first block", last)
-    yield Moment("optimizer", "", replace(base, gradients=everything))
+    yield Moment("optimizer", "", replace(_in_step(plan), reduction=base.reduction))
 
 
 def _compression_bytes(plan: ShardedSizes, config: Config) -> int:

@@ -21,6 +21,12 @@ def state_bytes(name: str, shape: Shape, itemsize: int) -> int:
     return STATE[name](shape) * itemsize
 
 
+def step_bytes(name: str, shape: Shape, itemsize: int) -> int:
+    """Bytes that a step makes in addition for such a parameter, and for all of them at once: the kernels that training
+    selects (`optim.kernels`) work on lists of tensors."""
+    return _MADE_IN_STEP.get(check(name), 0) * prod(shape) * itemsize
+
+
 def check(name: str) -> str:
     """The name in lower case; UsageError where it is neither in `STATE` nor in `QUANTIZED`."""
     key, known = name.strip().lower(), [*STATE, *QUANTIZED]
@@ -92,6 +98,10 @@ STATE: dict[str, Callable[[Shape], int]] = {
     "rmsprop": _one,
     "lion": _one,
 }
+
+# torch/optim/adagrad.py and rmsprop.py, _multi_tensor_*: the root of the second moment; Adagrad's scaled gradients too.
+# Adam's kernels are fused and SGD's work in place.
+_MADE_IN_STEP = {"adagrad": 2, "rmsprop": 1}
 
 # torchao.optim, whose optimizers take sharded parameters (https://github.com/pytorch/ao, torchao 0.18).
 _8_BIT, _4_BIT, _FP8 = Quantized(8, 256, 256), Quantized(4, 128, 16), Quantized(8, 256, 0)

@@ -16,7 +16,7 @@ from shardkit.model.cut import as_trained, cut, outermost, shard_dim, whole
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan import averages
 from shardkit.plan.averages import Ema
-from shardkit.plan.optimizers import state_bytes
+from shardkit.plan.optimizers import state_bytes, step_bytes
 
 _FLOATING = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "fp32": 4, "fp16": 2, "bf16": 2}
 _OTHER = {
@@ -47,7 +47,8 @@ class Axes:
 class UnitSizes:
     """Bytes of one FSDP unit on one rank, in each of its forms. The root's fqn is "".
 
-    parameter_bytes: its shard; average_bytes: the shard of the script's weight averages (EMA).
+    parameter_bytes: its shard; average_bytes: the shard of the script's weight averages (EMA). step_bytes: what the
+    optimizer makes in its step only.
     early_gradient_bytes: unsharded gradients that exist from the start of backward, because their parameters come after
     all other units (the head); root only. rearranged_bytes: gathered parameters that are sharded on a dim other than 0,
     which are copied once more. `blocks`: number of repeated blocks inside that backward reaches.
@@ -66,6 +67,7 @@ class UnitSizes:
     is_gathered_in_backward: bool = True
     blocks: int = 0
     average_bytes: int = 0
+    step_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,7 @@ class _Sizes:
             is_gathered_in_backward=in_backward,
             blocks=blocks,
             average_bytes=sum(prod(local) * self._average_itemsize(p) for _, p, local in rows),
+            step_bytes=sum(step_bytes(self.optimizer, local, itemsize(p.dtype)) for _, p, local in trainable),
         )
 
     def _average_itemsize(self, parameter: Parameter) -> int:
