@@ -20,6 +20,7 @@ from shardkit.config.schema import Config, FsdpConfig, ShardkitConfig
 from shardkit.errors import ModelError, UsageError
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
+from shardkit.optim import local_step
 from shardkit.plan import batches, fake_world, measured, repeats, worker
 from shardkit.plan.answer import PlanRequest, row
 from shardkit.plan.averages import Ema
@@ -138,6 +139,18 @@ def test_a_shortened_step_is_the_whole_step(strategy, fsdp):
     for mine, exact in zip(short.timeline, whole.timeline, strict=True):
         assert mine.memory.total == pytest.approx(exact.memory.total, rel=0.03)
     assert payload == whole_payload
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Adafactor", "Adagrad"])
+def test_a_step_on_whole_tensors_is_not_extrapolated(monkeypatch, name):
+    """Adafactor gathers parameters up to a limit, however many blocks there are."""
+    monkeypatch.setattr(local_step, "WHOLE_BYTES", 2**18)
+    asked = replace(request(SMALL), optimizer=f"torch.optim:{name}")
+    short, payload = simulated(asked)
+    whole, whole_payload = simulated(asked, is_exact=True)
+    assert (short.peak, short.moment, payload) == (whole.peak, whole.moment, whole_payload)
+    assert short.timeline[-1] == whole.timeline[-1]
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from shardkit.model.cut import as_trained, cut
 from shardkit.model.live import tree_of
 from shardkit.model.probe import build_factory, build_transformers, error_text, in_library, where
 from shardkit.model.tree import ModuleNode
+from shardkit.optim.local_step import needs_whole_tensors
 from shardkit.plan import batches, fake_world, repeats
 from shardkit.plan.allocator import replay, two_steps
 from shardkit.plan.averages import Ema
@@ -60,7 +61,7 @@ class Step:
     """One simulated step: its moments, bytes of its collectives, and trained parameters without a gradient.
 
     `reserved`: what CUDA's allocator would reserve ("segments", or "expandable" segments); None for shortened steps.
-    `host_bytes`: offloaded activations.
+    `host_bytes`: offloaded activations. `is_stepped_in_chunks`: what the optimizer holds does not grow with the blocks.
     """
 
     moments: list[Moment]
@@ -68,6 +69,7 @@ class Step:
     unused: tuple[str, ...] = ()
     reserved: dict[str, int] | None = None
     host_bytes: int = 0
+    is_stepped_in_chunks: bool = False
 
 
 def main() -> None:
@@ -102,8 +104,12 @@ def simulated(job: Job, config: Config) -> tuple[Step, str | None]:
         elif not _is_computed_alike(job, config, runs, lengths):
             reason = "equal layers do not all add the same memory"
         else:
-            short, *longer = (_step(job, config, runs, kept) for kept in lengths)
-            moments = repeats.whole_step(runs, short.moments, [step.moments for step in longer])
+            short = _step(job, config, runs, base)
+            if short.is_stepped_in_chunks:
+                reason = "the optimizer needs whole tensors, of which it gathers some at a time"
+            else:
+                longer = [_step(job, config, runs, kept) for kept in lengths[1:]]
+                moments = repeats.whole_step(runs, short.moments, [step.moments for step in longer])
     except Exception:  # the model counts its blocks, or names them; an error of another cause comes again below
         gc.collect()
     if moments is None:
@@ -237,11 +243,18 @@ def _tracked(
         if job.loss == "dropped":
             loss = batches.without_output(loss)
         has_buckets = config.mode == "ddp" and job.world_size > 1
-        factory = batches.optimizer_factory(job.optimizer)
+        make, needs_whole = batches.optimizer_factory(job.optimizer), list[bool]()
+
+        def factory(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+            optimizer = make(parameters)
+            needs_whole.append(needs_whole_tensors(optimizer))
+            return optimizer
+
         ema = Ema(job.ema)
         tracker, unused = tracked_step(model, config, mesh, process, factory, loss, has_buckets, stateless, ema)
         reserved = None if runs else _reserved(tracker)
-        step = Step(tracker.moments, tracker.payload_bytes, unused, reserved, tracker.host_bytes)
+        in_chunks = config.mode == "fsdp" and any(needs_whole)
+        step = Step(tracker.moments, tracker.payload_bytes, unused, reserved, tracker.host_bytes, in_chunks)
         del model, loss, tracker
     gc.collect()
     return step
