@@ -12,9 +12,9 @@ def value_of(given: str) -> str:
     return given.removeprefix("=")
 
 
-def path_of(given: str) -> Path:
-    """The path, with `~` expanded: shells leave it in `--flag=~/file`."""
-    return Path(os.path.expanduser(value_of(given)))
+def path_of(given: str | Path) -> Path:
+    """The path, with `~` expanded: shells leave it in `--flag=~/file`. (A default is a path already.)"""
+    return Path(os.path.expanduser(value_of(os.fspath(given))))
 
 
 PATH: Any = {"parser": path_of, "metavar": "PATH"}

@@ -43,7 +43,7 @@ from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import accelerator as own
 from shardkit.runtime import settings_objects, unsupported
-from shardkit.runtime.checkpoints import objects
+from shardkit.runtime.checkpoints import objects, save_pretrained
 from shardkit.runtime.prepare import kind_of, one_for_each
 from shardkit.runtime.project import ProjectConfiguration
 from shardkit.sharding.gradient_sync import gradient_sync
@@ -159,7 +159,9 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
 
     def _add_accelerates_behavior(self) -> None:
         """Give FSDP models the method `no_sync`, optimizers `train` and `eval`; and schedulers Accelerate's number of
-        steps if the run asks for it."""
+        steps if the run asks for it. Refuse `save_pretrained` of a sharded model on the main process only."""
+        for model in [*self._run.models, *self._run.evaluated]:
+            save_pretrained.before_calls(model, self._is_called_on_one_rank)
         for model in self._run.models:
             if is_fsdp(model) and not hasattr(model, "no_sync"):
                 vars(model)["no_sync"] = partial(gradient_sync, [model], enabled=False)
@@ -251,7 +253,7 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
             self._is_called_on_one_rank("get_state_dict", sys._getframe(1))
         return super().get_state_dict(model, *others, **options)
 
-    def _is_called_on_one_rank(self, call: str, frame: FrameType) -> bool:
+    def _is_called_on_one_rank(self, call: str, frame: FrameType | None) -> bool:
         """Whether the script calls this on the main process only. Raises UsageError if the call needs all ranks."""
         place = place_of_one_rank(frame, call) if self.use_distributed else None
         if place is None:

@@ -118,9 +118,8 @@ _BY_MESSAGE = (
     ),
     (
         "invalid python storage",
-        "a sharded tensor was written, or loaded into, as a plain one: call state_dict = "
-        "accelerator.get_state_dict(model) on every rank, then model.save_pretrained(folder, state_dict=state_dict) on "
-        "rank 0; or on every rank accelerator.save_model(model, folder), and to load it "
+        "a sharded tensor was written, or loaded into, as a plain one: call accelerator.save_model(model, folder) on "
+        "every rank, or state_dict = accelerator.get_state_dict(model) there, which rank 0 then writes; to load it "
         "accelerator.prepare_model(model, weights=folder); or tensor.full_tensor() on every rank, of a single tensor; "
         "an optimizer's state is saved by accelerator.save_state(folder). A library that writes the model on one rank "
         "only needs DDP",

@@ -17,6 +17,7 @@ from shardkit.model.live import tree_of
 from shardkit.model.several import for_one_of
 from shardkit.model.tree import ModuleNode
 from shardkit.optim import rebind
+from shardkit.runtime.checkpoints import save_pretrained
 from shardkit.runtime.run import Run
 from shardkit.sharding import precision
 from shardkit.wording import first_few
@@ -57,17 +58,20 @@ def distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: b
     if (before := _sharded_before.get(model)) is not None and before.cut == cut:
         _refuse_added(model, before.names)
         load(run, model, weights)
-        return before.names
-    if run.mesh is not None and not moves:
-        log.info("device_placement: no effect on %s: FSDP places its shards.", type(model).__name__)
-    tree = run.trees[model]
-    config, off = for_one_of(run.config, tree, [other for one, other in run.trees.items() if one is not model])
-    if off:
-        name = type(model).__name__
-        log.info("%s: off for %s, which has no repeated blocks as the other models have.", " and ".join(off), name)
-    distribute(model, config, run.mesh, run.process, None if weights is None else Path(weights), moves)
-    if run.mesh is not None or run.config.mode == "xla":
-        _sharded_before[model] = _Before(cut, names, tree)
+        names = before.names
+    else:
+        if run.mesh is not None and not moves:
+            log.info("device_placement: no effect on %s: FSDP places its shards.", type(model).__name__)
+        tree = run.trees[model]
+        config, off = for_one_of(run.config, tree, [other for one, other in run.trees.items() if one is not model])
+        if off:
+            name = type(model).__name__
+            log.info("%s: off for %s, which has no repeated blocks as the other models have.", " and ".join(off), name)
+        distribute(model, config, run.mesh, run.process, None if weights is None else Path(weights), moves)
+        if run.mesh is not None or run.config.mode == "xla":
+            _sharded_before[model] = _Before(cut, names, tree)
+    if run.mesh is not None:
+        save_pretrained.replace(run, model)
     return names
 
 

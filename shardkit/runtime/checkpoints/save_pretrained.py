@@ -1,0 +1,106 @@
+"""`save_pretrained` of a sharded model, as models of Transformers, diffusers and peft have it.
+
+Scripts for one device end with `unwrap_model(model).save_pretrained(folder, is_main_process=..., save_function=...)`.
+The library would fail on sharded tensors, when all training is done. Here rank 0 gets the whole weights, and the
+library's own method writes these.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import update_wrapper
+from types import FrameType, MethodType
+from typing import Any
+
+from torch import nn
+
+from shardkit.distributed.tensors import every_parameter, is_dtensor
+from shardkit.errors import CheckpointSaveError
+from shardkit.runtime.run import OfModel, Run
+
+_NAME = "save_pretrained"
+
+
+def replace(run: Run, model: nn.Module) -> None:
+    """Replaces the method of a sharded model, and of models inside it."""
+    for module in model.modules():
+        if hasattr(type(module), _NAME) and any(map(is_dtensor, every_parameter(module))):
+            vars(module)[_NAME] = _SavePretrained(OfModel(run), module)
+
+
+def before_calls(model: nn.Module, check: Callable[[str, FrameType | None], Any]) -> None:
+    """Has `check` called with the name of the method and the frame of each of its calls, which it may refuse."""
+    for module in model.modules():
+        if isinstance(method := vars(module).get(_NAME), _SavePretrained):
+            method.check = check
+
+
+class _SavePretrained:
+    """The method of one module: collective. Raises CheckpointSaveError on all ranks where rank 0 cannot write.
+
+    With a `state_dict`, which the script has gathered, it is the library's own method, and so inside of another module
+    that is being written.
+    """
+
+    def __init__(self, of_model: OfModel, module: nn.Module) -> None:
+        update_wrapper(self, getattr(type(module), _NAME))
+        self._of_model, self._module = of_model, module
+        self.check: Callable[[str, FrameType | None], Any] = lambda call, frame: None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = MethodType(getattr(type(self._module), _NAME), self._module)
+        given = {**inspect.signature(own).bind(*args, **kwargs).arguments, **kwargs}
+        if given.get("state_dict") is not None or isinstance(vars(self._module).get("state_dict"), _PartOf):
+            return own(*args, **kwargs)
+        self.check(_NAME, sys._getframe(1))
+        from shardkit.checkpoint.states import state  # not before: a script may never save
+        from shardkit.runtime.checkpoints import saving
+
+        session = saving.begin_save(self._of_model.run, _NAME)
+        whole = state.whole_tensors(self._module)
+
+        def write() -> Any:
+            if session.control.rank == 0:
+                with _showing(self._module, whole):
+                    return own(*args, **kwargs)
+            return None
+
+        attempt = session.control.attempt(write)
+        if attempt.failure:
+            raise CheckpointSaveError(f"{_NAME}: {attempt.failure}") from attempt.error
+        return attempt.own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the module is not sharded by FSDP, so it gets the method of its class."""
+        copied = memo.get(id(self._module))
+        return self if copied is None else MethodType(getattr(type(self._module), _NAME), copied)
+
+
+class _PartOf:
+    """The `state_dict` of a module, from the whole weights of one around it."""
+
+    def __init__(self, whole: dict[str, Any], inside: str) -> None:
+        self._whole, self._inside = whole, inside
+
+    def __call__(self, *_: Any, destination: Any = None, prefix: str = "", **__: Any) -> dict[str, Any]:
+        found = {} if destination is None else destination
+        for name, tensor in self._whole.items():
+            if name.startswith(self._inside):
+                found[prefix + name[len(self._inside) :]] = tensor
+        return found
+
+
+@contextmanager
+def _showing(module: nn.Module, whole: dict[str, Any]) -> Iterator[None]:
+    """Inside, the module and all modules in it give their whole weights as `state_dict`."""
+    found = {name: one for name, one in module.named_modules() if "state_dict" not in vars(one)}
+    for name, one in found.items():
+        vars(one)["state_dict"] = _PartOf(whole, f"{name}." if name else "")
+    try:
+        yield
+    finally:
+        for one in found.values():
+            del vars(one)["state_dict"]
