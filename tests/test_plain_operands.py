@@ -176,7 +176,7 @@ def results(run: Run) -> dict[str, list[float]]:
     """{use: what it gave, and the weights of the model and its copy after it}."""
     torch.manual_seed(0)
     model = ScaledNet()
-    copied = copy.deepcopy(model).requires_grad_(False)
+    copied = copy.deepcopy(model).requires_grad_(False).to(run.device)
     model = run.prepare(model)
     inner, found = run.unwrap(model), {}
     start = {name: whole(value).clone() for name, value in inner.state_dict().items()}
@@ -207,7 +207,8 @@ def results(run: Run) -> dict[str, list[float]]:
         model.zero_grad()
     copied.requires_grad_(True)
     for number in range(2):
-        loss = loss_of(model, run.batch(number)) + loss_of(copied, torch.ones(2, 6, dtype=torch.long))
+        tokens = torch.ones(2, 6, dtype=torch.long, device=run.device)
+        loss = loss_of(model, run.batch(number)) + loss_of(copied, tokens)
         run.backward(loss + sum((p - old).square().sum() + (old * p).mean() for old, p in pairs()))
     assert not any(is_dtensor(old.grad) for old in copied.parameters())
     found["copy that needs a gradient"] = joined([p.grad for p in (*inner.parameters(), *copied.parameters())])
@@ -324,17 +325,22 @@ def sharded(model: torch.nn.Module) -> tuple[Accelerator, Any]:
 LOSSES_OF_OWN_SAMPLES: dict[str, Any] = {
     "aten::index.Tensor": lambda table, rank: table[torch.arange(4) + rank].square().sum(),
     "aten::mul.Tensor": lambda weights, rank: ((torch.arange(4.0) + rank) * weights.exp()).sum(),
+    "aten::add.Tensor": lambda weights, rank: (torch.full((4,), 1 + rank * 1j) + weights).abs().sum(),
 }
 
 
 def lose_of_own_samples(operator: str, shape: tuple[int, ...]) -> str:
     accelerator, weights = sharded(torch.nn.ParameterList([torch.zeros(shape)]))
-    with pytest.raises(UsageError) as found:
-        accelerator.backward(LOSSES_OF_OWN_SAMPLES[operator](weights[0], accelerator.process_index))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "double", None)  # as on a device that has no fp64
+        with pytest.raises(UsageError) as found:
+            accelerator.backward(LOSSES_OF_OWN_SAMPLES[operator](weights[0], accelerator.process_index))
     return str(found.value)
 
 
-@pytest.mark.parametrize(("operator", "shape"), [("aten::index.Tensor", (8, 3)), ("aten::mul.Tensor", (4,))])
+@pytest.mark.parametrize(
+    ("operator", "shape"), [("aten::index.Tensor", (8, 3)), ("aten::mul.Tensor", (4,)), ("aten::add.Tensor", (4,))]
+)
 def test_values_of_own_samples_are_refused_in_a_loss(ranks, operator, shape):
     for text in ranks.run(2, lose_of_own_samples, operator, shape):
         assert "differs between" in text

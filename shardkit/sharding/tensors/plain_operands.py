@@ -127,7 +127,8 @@ def _refuse_different(call: str, value: torch.Tensor, like: Any, always: bool) -
     """UsageError on all ranks where it differs between them. Collective, the first times or always."""
     if value.is_meta or not (named_barrier.meet_at_first(call, UsageError) or always):
         return
-    numbers = value.detach().double()
+    values = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
+    numbers = values.float()  # some devices have no fp64
     own = torch.stack([numbers.sum(), numbers.abs().sum()]).to(like.device_mesh.device_type)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
