@@ -219,6 +219,14 @@ def test_its_generator_is_saved_and_restored(fake):
     assert torch.equal(fake.module.get_rng_state(), stood)
 
 
+def test_parts_are_drawn_by_an_offset_where_its_generator_has_one(fake):
+    here = torch.device("xpu:0")
+    assert accelerators.draws_by_offset(here)
+    fake.module.set_rng_state(torch.zeros(5056, dtype=torch.uint8))  # a Mersenne Twister's
+    assert not accelerators.draws_by_offset(here) and not accelerators.draws_by_offset(torch.device("cpu"))
+    assert accelerators.draws_by_offset(torch.device("cuda"))  # of a plan
+
+
 def test_a_run_on_the_cpu_leaves_the_accelerator_beside_it_alone(monkeypatch, tmp_path, alone):
     """Its generator is asked only where the process has used it; nothing is pinned, which would initialize it."""
     accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "NO"})

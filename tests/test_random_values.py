@@ -43,7 +43,7 @@ def drawn(strategy: int | None) -> dict[str, Any]:
     for name, draw in DRAWS.items():
         torch.manual_seed(1)
         with torch.no_grad():
-            found[name] = whole(draw(model.weight.detach().clone())).double().numpy()
+            found[name] = whole(draw(model.weight.detach().clone())).double().cpu().numpy()
     return found
 
 

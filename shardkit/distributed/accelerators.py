@@ -177,6 +177,15 @@ def set_random_state(state: torch.Tensor) -> None:
     _module(torch.device(kind() or "cpu")).set_rng_state(state)
 
 
+def draws_by_offset(device: torch.device) -> bool:
+    """Whether torch draws parts of sharded tensors there: it moves the generator's offset, which CUDA's state has, in
+    16 bytes with the seed. Of a device that is only simulated it is not asked."""
+    if device.type == "cpu":
+        return False
+    found = random_state()
+    return found is None or found[0] != device.type or found[1].numel() == 16
+
+
 def _module(device: torch.device) -> Any:
     """The device's module: `torch.cuda`, `torch.xpu`, ..."""
     return torch.get_device_module(device)

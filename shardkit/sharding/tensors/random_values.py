@@ -1,8 +1,9 @@
-"""Random values for sharded tensors on the CPU: each rank draws the whole tensor and keeps its part.
+"""Random values for sharded tensors: each rank draws the whole tensor and keeps its part.
 
-torch supports random operators on DTensors only on accelerators. On the CPU, each rank would draw its part with the
-same seed, so all shards would have the same values. Drawn values are never pending: ranks' would be added up. (Checked
-on torch 2.11 to 2.13.)
+torch draws parts by an offset into the numbers of a seed, which generators of CUDA's kind have. On the CPU, each rank
+would draw its part with the same seed, so all shards would have the same values; where an extension's device has
+another generator, torch raises. Drawn values are never pending: ranks' would be added up. (Checked on torch 2.11 to
+2.13.)
 """
 
 from functools import cache
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardkit.distributed import accelerators
 from shardkit.distributed.tensors import local_part, own_part, sharded_like, whole
 from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
 from shardkit.sharding.tensors.settled import settle
@@ -34,7 +36,7 @@ _BY_VALUES = (
 
 @cache
 def install() -> None:
-    """Install the operators for the CPU. Has an effect once per process."""
+    """Install the operators. Has an effect once per process."""
     handle((*_IN_PLACE, *_LIKE), _drawn_whole)
     handle(_BY_VALUES, _drawn_by_whole)
 
@@ -42,9 +44,9 @@ def install() -> None:
 def _drawn_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw the whole tensor, and keep this rank's part. Not collective: ranks must have equal generator states."""
     like = args[0] if operator in _IN_PLACE else settle(args[0])
-    if like.device.type != "cpu":
+    if accelerators.draws_by_offset(like.device):
         return as_torch_does(operator, args, kwargs)
-    drawn = operator(torch.empty(like.shape, dtype=like.dtype, device="cpu"), *args[1:], **kwargs)
+    drawn = operator(torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:], **kwargs)
     part = own_part(drawn, like)
     if operator in _LIKE:
         return sharded_like(part.contiguous(), like)
@@ -55,7 +57,7 @@ def _drawn_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _drawn_by_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw by the whole values, and keep this rank's part. Collective; ranks must have equal generator states."""
     like = settle(next(value for value in args if isinstance(value, DTensor)))
-    if like.device.type != "cpu":
+    if accelerators.draws_by_offset(like.device):
         return as_torch_does(operator, args, kwargs)
     drawn = operator(*(whole(value) if isinstance(value, DTensor) else value for value in args), **kwargs)
     part = own_part(drawn, like)
