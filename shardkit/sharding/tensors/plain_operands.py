@@ -26,7 +26,7 @@ from shardkit.distributed import named_barrier
 from shardkit.distributed.tensors import is_dtensor, local_part, own_part, sharded_like
 from shardkit.errors import UsageError
 from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
-from shardkit.sharding.tensors.settled import is_pending, of_whole, one_by_one, settle
+from shardkit.sharding.tensors.settled import is_pending, of_whole, on_one_device, one_by_one, settle
 
 _aten = torch.ops.aten
 _BY_ELEMENT = (
@@ -144,7 +144,7 @@ def _on_whole_tensors(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """Collective. The result of every rank is that of one process."""
     if not any(map(_is_plain, args)):
         return as_torch_does(operator, args, kwargs)
-    return of_whole(operator, args, kwargs)
+    return of_whole(operator, on_one_device(args), kwargs)
 
 
 def _each(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -172,6 +172,17 @@ def _sharded_dims(tensor: DTensor) -> list[tuple[int, int]]:
     ]
 
 
+def on_one_device(args: Any) -> Any:
+    """The arguments of an operator, with plain tensors where its sharded one is: a mask that was computed on the device
+    for gradients in host memory."""
+    device = local_part(next(filter(is_dtensor, tree_leaves(args)))).device
+
+    def moved(value: Any) -> Any:
+        return value.to(device) if isinstance(value, torch.Tensor) and not is_dtensor(value) else value
+
+    return tree_map(moved, args)
+
+
 def in_place_of_whole(function: Any, tensor: DTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor:
     """The in-place operation on the whole tensor; this rank keeps its part."""
     whole = _plain(tensor)

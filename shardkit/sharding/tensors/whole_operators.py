@@ -25,7 +25,7 @@ from shardkit.sharding.tensors import copied_parts
 from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
 from shardkit.sharding.tensors.into_plain import into_plain
 from shardkit.sharding.tensors.plain_operands import refuse_different_indices
-from shardkit.sharding.tensors.settled import in_place_of_whole, is_pending, of_whole, settle_in_place
+from shardkit.sharding.tensors.settled import in_place_of_whole, is_pending, of_whole, on_one_device, settle_in_place
 
 _aten = torch.ops.aten
 _MASKS = (_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor)
@@ -81,7 +81,7 @@ def _gives_new_tensors(operator: Any) -> bool:
 def _read(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Collective. UsageError where each rank reads other elements in a loss."""
     refuse_different_indices(operator, args)
-    return of_whole(operator, args, kwargs)
+    return of_whole(operator, on_one_device(args), kwargs)
 
 
 def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -94,4 +94,4 @@ def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if operator in _MASKS and is_dtensor(args[1]):
         return as_torch_does(operator, args, kwargs)
     with copied_parts.written(tensor):
-        return in_place_of_whole(operator, tensor, args[1:], kwargs)
+        return in_place_of_whole(operator, tensor, on_one_device(args)[1:], kwargs)
