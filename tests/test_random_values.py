@@ -28,6 +28,8 @@ DRAWS: dict[str, Any] = {
     "normal by means": lambda p: torch.normal(p, 0.1),
     "normal by deviations": lambda p: torch.normal(0.5, p.abs()),
     "normal by both": lambda p: torch.normal(p, p.abs()),
+    "dropout": lambda p: torch.nn.functional.dropout(p, 0.3),
+    "dropout as devices have it": lambda p: torch.native_dropout(p, 0.3, True)[0],
     "noise on a norm": lambda p: torch.rand_like(p.norm()),
     "a norm's coin": lambda p: torch.bernoulli(p.norm() / (1 + p.norm())),
 }

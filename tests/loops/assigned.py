@@ -152,3 +152,17 @@ def whole_values_copied_in(run: Run) -> None:
 def snapshot_of(snapshot: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """By its name in the model, which DDP's has with a prefix."""
     return next(values for key, values in snapshot.items() if key.removeprefix("module.") == name)
+
+
+@loop()
+def copies_and_norms_where_the_weights_are(run: Run) -> None:
+    """Those of offloaded weights in host memory."""
+    model, optimizer = started(run)
+    copies = [torch.zeros(p.shape, device=p.device) for p in model.parameters()]
+    for step in range(run.steps):
+        run.backward(loss_of(model, run.batch(step)))
+        for copied, p in zip(copies, model.parameters(), strict=True):
+            copied.data = p.data.clone()
+            assert copied.device == p.device
+            run.see(copied.norm() + torch.tensor(p.grad.norm().cpu().numpy()).to(p.device))
+        run.step(optimizer)

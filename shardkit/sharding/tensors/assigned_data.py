@@ -44,4 +44,6 @@ class _PlainData(property):
 
 def _set_data_of_plain(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """As torch's. Collective where the values are sharded: the tensor gets all of them."""
-    _data.__set__(tensor, gathered(values, "plain.data=sharded") if isinstance(values, DTensor) else values)
+    if isinstance(values, DTensor):  # one that is offloaded stays in host memory
+        values = gathered(values, "plain.data=sharded").to(values.device)
+    _data.__set__(tensor, values)

@@ -51,6 +51,6 @@ def _numbers(name: str) -> Callable[..., Any]:
                 f"tensor.{name}: a rank has only a part of a sharded tensor (got one of shape {tuple(tensor.shape)}); "
                 "take tensor.full_tensor() on all ranks, then its numbers on any of them."
             )
-        return getattr(whole(tensor).detach(), name)(*args, **kwargs)
+        return getattr(whole(tensor).detach().to(tensor.device), name)(*args, **kwargs)  # after norm.cpu(), there
 
     return numbers

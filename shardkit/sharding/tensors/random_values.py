@@ -39,6 +39,7 @@ def install() -> None:
     """Install the operators. Has an effect once per process."""
     handle((*_IN_PLACE, *_LIKE), _drawn_whole)
     handle(_BY_VALUES, _drawn_by_whole)
+    handle([_aten.native_dropout.default], _drop)
 
 
 def _drawn_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -59,9 +60,20 @@ def _drawn_by_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     like = settle(next(value for value in args if isinstance(value, DTensor)))
     if accelerators.draws_by_offset(like.device):
         return as_torch_does(operator, args, kwargs)
-    drawn = operator(*(whole(value) if isinstance(value, DTensor) else value for value in args), **kwargs)
+    drawn = operator(*(whole(one).to(one.device) if isinstance(one, DTensor) else one for one in args), **kwargs)
     part = own_part(drawn, like)
     if operator is not _aten.bernoulli_.Tensor:
         return sharded_like(part.contiguous(), like)
     local_part(args[0]).copy_(part)
     return args[0]
+
+
+def _drop(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Dropout as devices have it: the values that are left, scaled, and which ones. Ranks must have equal generator
+    states."""
+    like = settle(args[0])
+    if accelerators.draws_by_offset(like.device):
+        return as_torch_does(operator, args, kwargs)
+    drawn = operator(torch.ones(like.shape, dtype=like.dtype, device=like.device), *args[1:], **kwargs)
+    scales, is_left = (own_part(one, like).contiguous() for one in drawn)
+    return sharded_like(local_part(like) * scales, like), sharded_like(is_left, like)
