@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from shardkit.compat.operations import send_to_device
-from tests import openreg
+from tests import openreg, test_plain_operands
+from tests.loops.run import Run
 from tests.printed import ROOT
 from tests.test_gpu import PARTS, carry, fsdp, loops_part, reference, run, variables
 
@@ -31,6 +32,13 @@ def collectives() -> None:
     openreg.built()
 
 
+def launch(folder, script, *arguments):
+    """A script of tests/scripts on both devices."""
+    command = [sys.executable, "-m", "shardkit", "launch", "-n", "2", ROOT / "tests" / "scripts" / script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=folder, env=variables())
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("strategy", "precision"), [*((strategy, "no") for strategy in range(1, 6)), (1, "bf16"), (1, "fp16"), (3, "fp16")]
 )
@@ -41,15 +49,20 @@ def test_two_devices_train_as_one_process(tmp_path, strategy, precision):
     config = fsdp(strategy, mixed_precision=precision, shardkit=section)
     beside = {"save_beside_at": 2, "save_beside": str(tmp_path / "state")}
     order.write_text(json.dumps({"device": DEVICE, "steps": 4, "config": config, "ends_alone": True, **beside}))
-    script = [ROOT / "tests" / "scripts" / "on_device.py", order, answer]
-    command = [sys.executable, "-m", "shardkit", "launch", "-n", "2", *script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path, env=variables())
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch(tmp_path, "on_device.py", order, answer)
     found = [json.loads((tmp_path / f"answer.json.{rank}").read_text()) for rank in range(2)]
     assert [one["device"] for one in found] == ["openreg:0", "openreg:1"]
     assert found[0]["norms"] == found[1]["norms"]
     losses = [sum(pair) / 2 for pair in zip(*(one["losses"] for one in found), strict=True)]
     assert losses == pytest.approx(reference("cpu", 4), abs=1e-4 if precision == "no" else 0.05)
+
+
+def test_plain_operands_on_two_devices_are_those_of_one_process(tmp_path):
+    launch(tmp_path, "operands_on_device.py", tmp_path / "found")
+    for rank in range(2):
+        found = json.loads((tmp_path / f"found.{rank}").read_text())
+        for name, expected in test_plain_operands.results(Run()).items():
+            assert torch.allclose(torch.tensor(found[name]), torch.tensor(expected), atol=3e-5), name
 
 
 def test_offloaded_parameters_live_in_pinned_host_memory(tmp_path):
