@@ -68,7 +68,7 @@ def _find_layout(find: Callable[..., Any], operator: Any, args: Any, kwargs: Any
     except (NotImplementedError, RuntimeError):  # before anything is computed
         if not _gives_new_tensors(operator) or active_fake_mode() is not None:
             raise
-    return of_whole(operator, args, kwargs)
+    return of_whole(operator, on_one_device(args), kwargs)
 
 
 def _gives_new_tensors(operator: Any) -> bool:
