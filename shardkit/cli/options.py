@@ -7,14 +7,14 @@ from typing import Annotated, Any
 import typer
 
 
-def value_of(given: str) -> str:
-    """The value that was meant: of `-o=file` click takes `=file`."""
-    return given.removeprefix("=")
+def value_of(given: str | Path) -> str:
+    """The value that was meant: of `-o=file` click takes `=file`. (A default is a path already.)"""
+    return os.fspath(given).removeprefix("=")
 
 
 def path_of(given: str | Path) -> Path:
-    """The path, with `~` expanded: shells leave it in `--flag=~/file`. (A default is a path already.)"""
-    return Path(os.path.expanduser(value_of(os.fspath(given))))
+    """The path, with `~` expanded: shells leave it in `--flag=~/file`."""
+    return Path(os.path.expanduser(value_of(given)))
 
 
 PATH: Any = {"parser": path_of, "metavar": "PATH"}
