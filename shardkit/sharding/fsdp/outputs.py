@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -74,7 +75,12 @@ class LeftOnModules:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._attributes = [(vars(module), len(vars(module)), _slots(vars(module))) for module in modules]
+        self._modules = [*modules]
+
+    @cached_property
+    def _attributes(self) -> list[tuple[dict[str, Any], int, list[str]]]:
+        """As of the first forward: until then, `prepare` adds some."""
+        return [(vars(module), len(vars(module)), _slots(vars(module))) for module in self._modules]
 
     def tensors(self) -> list[torch.Tensor]:
         """The stored tensors with a grad_fn. Only looks at attributes that can hold a tensor."""
