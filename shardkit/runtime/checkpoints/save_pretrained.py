@@ -7,7 +7,6 @@ library's own method writes these.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch import nn
 from shardkit.distributed.tensors import every_parameter, is_dtensor
 from shardkit.errors import CheckpointSaveError
 from shardkit.runtime.run import OfModel, Run
+from shardkit.signatures import signature
 
 _NAME = "save_pretrained"
 
@@ -52,7 +52,7 @@ class _SavePretrained:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = MethodType(getattr(type(self._module), _NAME), self._module)
-        given = {**inspect.signature(own).bind(*args, **kwargs).arguments, **kwargs}
+        given = {**signature(own).bind(*args, **kwargs).arguments, **kwargs}
         if given.get("state_dict") is not None or isinstance(vars(self._module).get("state_dict"), _PartOf):
             return own(*args, **kwargs)
         self.check(_NAME, sys._getframe(1))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._guards import active_fake_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardkit.distributed.control import is_simulated, unlike_rank_0
 from shardkit.distributed.tensors import outside_transforms
@@ -36,7 +37,7 @@ class Trace:
         self.value = hash((self.value, *event))
         if self.left > 0 and not is_simulated() and active_fake_mode() is None:
             self.left -= 1
-            with outside_transforms():
+            with outside_transforms(), _disable_current_modes():  # these are no operators of a recomputed block
                 _compare(self.value, device)
 
 
