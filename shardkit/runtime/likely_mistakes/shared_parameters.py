@@ -9,6 +9,10 @@ from shardkit.errors import UsageError
 from shardkit.runtime.run import Run
 from shardkit.sharding.original_parameters import ReleasedParameter
 
+_PUT_TOGETHER = (
+    "put both into one module (such as nn.ModuleDict) and prepare that: its submodules can be called separately."
+)
+
 
 def refuse_shared(run: Run, models: Sequence[nn.Module]) -> None:
     """UsageError where two models share a parameter: it would be sharded or reduced twice."""
@@ -16,8 +20,9 @@ def refuse_shared(run: Run, models: Sequence[nn.Module]) -> None:
         return
     prepared = [*run.models, *(run.evaluated if run.config.mode == "fsdp" else ())]
     seen = {id(p) for known in prepared for p in every_parameter(known)}
+    known_ones = [*prepared, *(one for known in run.models for one in layers(known))]
     for model in models:
-        if any(model is known for known in (*prepared, *(one for known in run.models for one in layers(known)))):
+        if any(model is one for one in known_ones):
             continue
         own = dict(model.named_parameters())
         shared = [fqn for fqn, p in own.items() if id(p) in seen or isinstance(p, ReleasedParameter)]
@@ -25,13 +30,9 @@ def refuse_shared(run: Run, models: Sequence[nn.Module]) -> None:
             trains_more = any(p.requires_grad for fqn, p in own.items() if fqn not in shared)
             raise UsageError(
                 f"prepare: two models share {', '.join(shared[:3])}, which can be sharded or reduced only once; "
-                + (_put_together() if trains_more else _leave_out(model))
+                + (_PUT_TOGETHER if trains_more else _leave_out(model))
             )
         seen |= {id(p) for p in own.values()}
-
-
-def _put_together() -> str:
-    return "put both into one module (such as nn.ModuleDict) and prepare that: its submodules can be called separately."
 
 
 def _leave_out(model: nn.Module) -> str:

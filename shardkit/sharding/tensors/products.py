@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardkit.distributed import named_barrier
-from shardkit.distributed.tensors import is_dtensor, local_part
+from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import UsageError
 from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
-from shardkit.sharding.tensors.settled import replicated
+from shardkit.sharding.tensors.settled import as_plain
 
 _aten = torch.ops.aten
 _LINEAR = (
@@ -63,8 +63,4 @@ def _product(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             "in fsdp_transformer_layer_cls_to_wrap."
         )
     named_barrier.meet_at_first(operator.name(), UsageError)
-    return operator(*tree_map(_whole, args), **tree_map(_whole, kwargs))
-
-
-def _whole(value: Any) -> Any:
-    return local_part(replicated(value)) if is_dtensor(value) else value
+    return operator(*tree_map(as_plain, args), **tree_map(as_plain, kwargs))

@@ -83,7 +83,7 @@ def _operate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             return one_by_one(name.removeprefix("_foreach_"), args, kwargs, _operate)
     elif _is_in_place(name) and isinstance(first, torch.Tensor):
         if not is_dtensor(first):
-            return function(first, *map(_plain, args[1:]), **{key: _plain(value) for key, value in kwargs.items()})
+            return function(first, *map(as_plain, args[1:]), **{key: as_plain(value) for key, value in kwargs.items()})
         if is_single(first):
             return in_place_of_whole(function, first, args[1:], kwargs)
     elif name in _RESHAPES and is_dtensor(first) and (isinstance(first, CopiedPart) or is_uneven(first)):
@@ -144,7 +144,8 @@ def redistributed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     return sharded_like(local_part(found).to(tensor.device), found)
 
 
-def _plain(value: Any) -> Any:
+def as_plain(value: Any) -> Any:
+    """The whole of a sharded tensor, as a plain one; other values as they are. Collective for a sharded tensor."""
     return local_part(replicated(value)) if is_dtensor(value) else value
 
 
@@ -185,8 +186,8 @@ def on_one_device(args: Any) -> Any:
 
 def in_place_of_whole(function: Any, tensor: DTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor:
     """The in-place operation on the whole tensor; this rank keeps its part."""
-    whole = _plain(tensor)
-    function(whole, *tree_map(_plain, tuple(args)), **tree_map(_plain, kwargs))
+    whole = as_plain(tensor)
+    function(whole, *tree_map(as_plain, tuple(args)), **tree_map(as_plain, kwargs))
     local_part(tensor).copy_(own_part(whole, tensor))
     return tensor
 
@@ -195,7 +196,7 @@ def of_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """The operation on whole tensors, which every rank repeats: the result is replicated. Of those that the operator
     writes to, by its schema (bitsandbytes' kernels), this rank keeps its part."""
     mesh = next(value.device_mesh for value in tree_leaves((args, kwargs)) if is_dtensor(value))
-    whole_args, whole_kwargs = tree_map(_plain, args), tree_map(_plain, kwargs)
+    whole_args, whole_kwargs = tree_map(as_plain, args), tree_map(as_plain, kwargs)
     result = function(*whole_args, **whole_kwargs)
     wholes = _written(function, whole_args, whole_kwargs)
     for tensor, whole in zip(_written(function, args, kwargs), wholes, strict=True):
