@@ -1368,6 +1368,26 @@ def test_scan_finds_the_factor_of_a_schedule_in_a_function_of_the_step(function,
     assert [(one.line, one.name) for one in found] == [(line, "num_processes") for line in lines]
 
 
+@pytest.mark.parametrize(
+    ("call", "is_found"),
+    [
+        ("accelerator.save_state('a')", True),
+        ("x = accelerator.get_state_dict(model)", True),
+        ("accelerator.unwrap_model(model).save_pretrained('a')", True),
+        ("unet = unwrap_model(unet)\n    unet.save_pretrained('a')", True),
+        ("p = StableDiffusionPipeline.from_pretrained('a', unet=model)\n    p.save_pretrained('b')", True),
+        ("tokenizer.save_pretrained('a')", False),
+        ("trainer.save_state()", False),
+        ("pass\naccelerator.save_state('a')", False),
+        ("accelerator.save_state('a')\nelse:\n    accelerator.save_state('b')", False),
+    ],
+)
+def test_scan_finds_saves_that_only_one_rank_makes(call, is_found):
+    script = f"if accelerator.is_main_process:\n    {call}\n"
+    found = [one.line for one in scan.scan_text(script, "train.py").remarks if one.text == scan.OF_ONE_RANK]
+    assert found == ([script.count("\n")] if is_found else [])
+
+
 def test_a_prepared_schedule_is_told_to_step_once_before_a_run_and_after_a_diff(tmp_path, capsys):
     """Also where no factor is found: without one Accelerate's scheduler is through sooner."""
     script = tmp_path / "train.py"

@@ -148,13 +148,18 @@ def test_check_says_what_a_script_names_and_starts_nothing(tmp_path):
     bad = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert bad.returncode == 1 and "bad.py:2: not valid Python for this interpreter" in bad.stdout
     dry = launch(tmp_path, ("-n", "2", "--dry-run"), "theirs")
-    assert "note: theirs.py:42: the schedule's length is multiplied by the number of ranks" in dry.stderr
+    assert "note: theirs.py:42: num_processes: the schedule's length is multiplied by the number of ranks" in dry.stderr
     assert "note:" not in launch(tmp_path, ("-n", "2", "--dry-run", *SCHEDULER), "theirs").stderr
     (tmp_path / "bad.py").write_text(
         "total = 3 * len(loader)\nmodel, loader, scheduler = accelerator.prepare(model, loader, scheduler)\n"
     )
     dry = launch(tmp_path, ("-n", "2", "--dry-run"), str(tmp_path / "bad"))
-    assert "note: bad.py:1: before prepare a loader's length counts the batches of all ranks" in dry.stderr
+    assert "note: bad.py:1: len(loader): before prepare a loader's length counts the batches of all ranks" in dry.stderr
+    (tmp_path / "bad.py").write_text("if accelerator.is_main_process:\n    accelerator.save_state()\n")
+    sharded = launch(tmp_path, ("-n", "2", "--dry-run"), str(tmp_path / "bad"))
+    assert "note: bad.py:2: save_state: only one rank calls it; where FSDP shards the model every" in sharded.stderr
+    whole = ("-n", "2", "--dry-run", "--set", "distributed_type=MULTI_CPU")
+    assert "note:" not in launch(tmp_path, whole, str(tmp_path / "bad")).stderr
     wrong = subprocess.run(
         [*words[:4], "--check", "--accelerates-meaning", "clocks", "--accelerates-meaning=moon,save", "bad.py"],
         cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ),

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardkit import Accelerator
 from shardkit.config.schema import Config
-from shardkit.errors import ModelError, ShardkitError
+from shardkit.errors import ModelError, ShardkitError, UsageError
 from shardkit.sharding.fsdp.shard_model import can_reduce_unused
 from tests.agreement import compared_often
 from tests.loops.net import Part
@@ -321,3 +321,34 @@ def first_step_that_drops_gradients() -> list[str]:
 
 def test_an_optimizer_may_drop_the_gradients_in_its_step(ranks):
     assert ranks.run(1, first_step_that_drops_gradients) == [[]]
+
+
+def evaluates_alone(strategy: int, kind: str) -> str:
+    """What rank 0 is told of an evaluation that only it makes, after steps that all make."""
+    ranks = dist.get_world_size()
+    launch = {"hang_timeout_s": 4.0}
+    sharding = {"fsdp_sharding_strategy": strategy}
+    accelerator = Accelerator(
+        config=Config(use_cpu=True, num_processes=ranks, fsdp_config=sharding, shardkit={"launch": launch})
+    )
+    model = accelerator.prepare(nn.Sequential(Part(6), Part(6)))
+    x = torch.ones(2, 6)
+    for _ in range(3):
+        accelerator.backward(model(x).sum())
+    if kind == "all":
+        for _ in range(3):
+            with torch.no_grad():
+                model(x)
+    elif accelerator.is_main_process:
+        with torch.inference_mode() if kind == "inference" else torch.no_grad(), pytest.raises(UsageError) as told:
+            model(x)
+        return str(told.value)
+    return ""
+
+
+@pytest.mark.parametrize(("strategy", "kind"), [(1, "no_grad"), (2, "inference"), (1, "all")])
+def test_an_evaluation_that_only_rank_0_makes_is_told_and_meets_no_training_step(ranks, strategy, kind):
+    told = ranks.run(2, evaluates_alone, strategy, kind)
+    expected = "Sequential.forward(no_grad): rank 1 has not come after 4 s; every rank must call it"
+    assert told[1] == "" and told[0].startswith("" if kind == "all" else expected)
+    assert (told[0] == "") is (kind == "all")

@@ -170,6 +170,6 @@ def test_a_launch_notes_the_line_also_for_one_process(tmp_path, monkeypatch):
     (tmp_path / "a.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "shardkit", "launch", "--cpu", "-n", "1", "--dry-run", "--as-accelerate"]
     noted = subprocess.run([*command, "a.py"], capture_output=True, text=True, check=True).stderr
-    assert "note: a.py:6: the loop drops the batches before a resumed step" in noted
+    assert "note: a.py:6: continue: the loop drops the batches before a resumed step" in noted
     silent = subprocess.run([*command, "--accelerates-meaning", "position", "a.py"], capture_output=True, text=True)
     assert "note: a.py" not in silent.stderr

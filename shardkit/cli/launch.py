@@ -129,17 +129,22 @@ def _compat_variables(switches: "Switches") -> dict[str, str]:
     }
 
 
-def _notes_on_meanings(command: list[str], is_module: bool, switches: "Switches", ranks: int) -> list[str]:
-    """Notes on lines that are right only with a behavior of Accelerate's that this run does not use. One rank steps its
-    scheduler as Accelerate's does."""
+def _notes_on_script(command: list[str], is_module: bool, switches: "Switches", config: "Config") -> list[str]:
+    """Notes on lines that are right only with a behavior of Accelerate's that this run does not use, or without FSDP.
+    One rank steps its scheduler as Accelerate's does."""
     if not switches.as_accelerate:
         return []
     from shardkit.compat import scan
 
-    words = {scan.STRETCHED: "scheduler", scan.OF_ALL_RANKS: "scheduler", scan.SKIPS_AGAIN: "position"}
-    same = {*switches.meaning, *([] if ranks > 1 else ["scheduler"])}
+    stretches = config.num_processes > 1 and "scheduler" not in switches.meaning
+    matters = {
+        scan.STRETCHED: stretches,
+        scan.OF_ALL_RANKS: stretches,
+        scan.SKIPS_AGAIN: "position" not in switches.meaning,
+        scan.OF_ONE_RANK: config.num_processes > 1 and config.mode == "fsdp",
+    }
     remarks = scan.scan_script(command[0], is_module).remarks
-    return [f"note: {one.place}: {one.text}." for one in remarks if one.text in words and words[one.text] not in same]
+    return [f"note: {one.place}: {one.name}: {one.text}." for one in remarks if matters.get(one.text)]
 
 
 def check_names(command: list[str], is_module: bool) -> None:
@@ -367,7 +372,7 @@ def checked(
         preflight.job_warning(loaded.config, found.scheduler, variables),
         environment.cpu_note(loaded.config, device, source),
         environment.spawn_note(source),
-        *_notes_on_meanings(command, is_module, switches, loaded.config.num_processes),
+        *_notes_on_script(command, is_module, switches, loaded.config),
     ):
         if note:
             typer.echo(note, err=True)

@@ -57,10 +57,10 @@ def source_of(tree: ast.Module) -> Source:
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions of a file, with the values that names have in a frame of it."""
+    """The conditions of a file, with the values that names have in a frame of it, if it runs."""
 
     source: Source
-    frame: FrameType
+    frame: FrameType | None = None
 
     def is_of_one_rank(self, condition: ast.expr, value: bool, depth: int = 0) -> bool:
         """Whether the condition, which has this value here, certainly has the other one on other ranks."""
@@ -132,7 +132,9 @@ class Conditions:
 
     def _value(self, node: ast.AST) -> Any:
         """The value of an expression without calls; None if it cannot be evaluated."""
-        if not (isinstance(node, ast.expr) and all(isinstance(part, _QUIET) for part in ast.walk(node))):
+        if self.frame is None or not isinstance(node, ast.expr):
+            return None
+        if not all(isinstance(part, _QUIET) for part in ast.walk(node)):
             return None
         known: dict[str, Any] = {**self.frame.f_globals, **self.frame.f_locals}
         try:

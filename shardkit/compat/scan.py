@@ -8,7 +8,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from shardkit.compat import names
+from shardkit.compat import branches, names, rank_conditions
 from shardkit.compat.bindings import Bindings, bindings, dotted
 from shardkit.compat.differences import DIFFERENCES
 from shardkit.compat.members import ARGUMENTS, MEMBERS
@@ -84,6 +84,7 @@ def scan_tree(tree: ast.Module, file: str) -> Found:
     found.remarks += [Named(file, line, "num_processes", STRETCHED) for line in stretched_schedules(tree)]
     found.remarks += [Named(file, line, name, OF_ALL_RANKS) for line, name in lengths_over_all_ranks(tree, bound)]
     found.remarks += [Named(file, line, "continue", SKIPS_AGAIN) for line in skips_by_hand(tree)]
+    found.remarks += [Named(file, line, name, OF_ONE_RANK) for line, name in saves_of_one_rank(tree, bound)]
     return found
 
 
@@ -106,6 +107,10 @@ OF_ALL_RANKS = (
 SKIPS_AGAIN = (
     "the loop drops the batches before a resumed step, but load_state has moved the loader past them: remove this, use "
     "skip_first_batches, or launch with --as-accelerate --accelerates-meaning position"
+)
+OF_ONE_RANK = (
+    "only one rank calls it; where FSDP shards the model every rank must, and the call ends the run: take it out of "
+    "the condition"
 )
 _DIVISIONS = (ast.Div, ast.FloorDiv)
 
@@ -227,6 +232,35 @@ def _is_before_resumed(test: ast.expr, counts: set[str]) -> bool:
         and any(word in ".".join(dotted(node.comparators[0])).lower() for word in ("resum", "skip", "start"))
         for node in compared
     )
+
+
+def saves_of_one_rank(tree: ast.Module, bound: Bindings) -> list[tuple[int, str]]:
+    """(line, method) of the calls that need all weights, inside a condition that only one rank meets: methods of an
+    Accelerator, and `save_pretrained` of an unwrapped model or a pipeline."""
+    source = rank_conditions.source_of(tree)
+    conditions = rank_conditions.Conditions(source)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _needs_weights(node.func, bound, source):
+            call = branches.called(node)
+            way = branches.on_the_way(branches.path_to(tree, branches.place_of(node)))
+            if any(
+                conditions.is_of_one_rank(test, value) and not branches.calls(others, call)
+                for test, value, others in way
+            ):
+                found.append((node.lineno, call))
+    return sorted(found)
+
+
+def _needs_weights(method: ast.expr, bound: Bindings, source: rank_conditions.Source) -> bool:
+    match method:
+        case ast.Attribute(attr="save_state" | "save_model" | "get_state_dict", value=owner):
+            return bound.is_accelerator(owner)
+        case ast.Attribute(attr="save_pretrained", value=owner):
+            values = [owner, *source.values.get(".".join(dotted(owner)), [])]
+            makers = [dotted(one.func) for one in values if isinstance(one, ast.Call)]
+            return any("unwrap_model" in parts or "Pipeline" in "".join(parts) for parts in makers)
+    return False
 
 
 def stretched_schedules(tree: ast.Module) -> list[int]:

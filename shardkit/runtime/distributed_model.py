@@ -18,6 +18,7 @@ from shardkit.model.several import for_one_of
 from shardkit.model.tree import ModuleNode
 from shardkit.optim import rebind
 from shardkit.runtime.checkpoints import save_pretrained
+from shardkit.runtime.likely_mistakes import evaluations
 from shardkit.runtime.run import Run
 from shardkit.sharding import precision
 from shardkit.wording import first_few
@@ -70,6 +71,8 @@ def distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: b
         distribute(model, config, run.mesh, run.process, None if weights is None else Path(weights), moves)
         if run.mesh is not None or run.config.mode == "xla":
             _sharded_before[model] = _Before(cut, names, tree)
+        if run.mesh is not None:
+            evaluations.watch(model, config)
     if run.mesh is not None:
         save_pretrained.replace(run, model)
     return names

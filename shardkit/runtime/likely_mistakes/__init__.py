@@ -3,5 +3,5 @@
 steps              early_steps, learning_rates
 left out           left_out, missing_models, followers
 in two models      shared_parameters
-between ranks      same_data, same_modules, same_weights
+between ranks      same_data, same_modules, same_weights, evaluations
 """

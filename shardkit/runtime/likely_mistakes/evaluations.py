@@ -1,0 +1,35 @@
+"""Detects a forward without gradients that only some ranks make, as in `if accelerator.is_main_process: evaluate()`.
+
+In each forward of a sharded model the units gather their parameters from all ranks. What the other ranks do meanwhile,
+usually the next step, would be taken for a part of it: gloo ends the process, NCCL waits until its timeout, or other
+units' values are used.
+"""
+
+import torch
+from torch import nn
+
+from shardkit.config.schema import Config
+from shardkit.distributed import named_barrier
+from shardkit.errors import UsageError
+
+# Those that some ranks leave out, they leave out from the first one on.
+CHECKED_FORWARDS = 2
+# The part of the time after which the launcher ends a run that stands still: the error comes before.
+PART_OF_HANG = 0.9
+
+
+def watch(model: nn.Module, config: Config) -> None:
+    """Has the ranks meet before the model's first forwards without gradients. UsageError on those that wait in vain."""
+    from shardkit.sharding.fsdp import unit_state  # not before: a script may shard nothing
+
+    launch = config.shardkit.launch
+    timeout_s = PART_OF_HANG * min(launch.hang_timeout_s, launch.process_group_timeout_s)
+    call, left = f"{type(model).__name__}.forward(no_grad)", CHECKED_FORWARDS
+
+    def meet() -> None:
+        nonlocal left
+        if left and not torch.is_grad_enabled():
+            named_barrier.meet(call, timeout_s, UsageError)
+            left -= 1
+
+    unit_state.before_forward(model, meet)
