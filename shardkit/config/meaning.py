@@ -87,6 +87,11 @@ def reshards_after_forward(fsdp: FsdpConfig) -> bool:
     return fsdp.sharding_strategy.reshards_after_forward if chosen is None else chosen
 
 
+def longest_wait_s(config: Config) -> float:
+    """How long a rank may wait for the others: an error comes before the launcher counts the run as hung."""
+    return 0.9 * min(config.shardkit.launch.hang_timeout_s, config.shardkit.launch.process_group_timeout_s)
+
+
 def dtypes(config: Config) -> Dtypes:
     """The configured dtypes; outputs under mixed precision and reduction are fp32 unless set."""
     section = config.shardkit.precision

@@ -97,7 +97,7 @@ def distribute(
     carried = Carried.of(units)
     shard(model, units, config, mesh, offloads=home != process.device)
     _fill(model, units, config, weights, process.device, home)
-    finish(model, units, carried, config, blocks if config.shardkit.compile else [])
+    finish(model, units, carried, config, process.device, blocks if config.shardkit.compile else [])
     if eight_bits(config) == "fp8" and home == process.device:
         float8.gather_in_fp8(model)
 

@@ -1,4 +1,5 @@
-"""Mixed precision: dtypes for FSDP2 (`fsdp.py` makes a policy for each unit), and autocast for DDP or one process."""
+"""Mixed precision: dtypes for FSDP2, of which `fsdp/shard_model.py` makes a policy for each unit; autocast for DDP, one
+process, and plain copies of sharded models."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from shardkit.config.meaning import WIDE, dtypes, eight_bits, without_bf16
-from shardkit.config.schema import Config
+from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.distributed import accelerators, control
 from shardkit.distributed.tensors import every_parameter
 from shardkit.errors import MachineError
@@ -122,6 +123,12 @@ def autocast_forward(model: nn.Module, config: Config, device: torch.device) -> 
     setattr(under_autocast, _PLAIN, vars(model).get("forward"))
     _under_autocast.add(under_autocast)
     model.forward = MethodType(under_autocast, model) if is_method else under_autocast
+
+
+def autocast_as_unsharded(model: nn.Module, config: Config, device: torch.device) -> None:
+    """`autocast_forward` for a plain copy of a sharded model, which computes as under NO_SHARD."""
+    fsdp = config.fsdp.model_copy(update={"sharding_strategy": ShardingStrategy.NO_SHARD})
+    autocast_forward(model, config.model_copy(update={"fsdp": fsdp}), device)
 
 
 _PLAIN = "_shardkit_forward_before"

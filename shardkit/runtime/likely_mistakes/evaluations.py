@@ -8,22 +8,20 @@ units' values are used.
 import torch
 from torch import nn
 
+from shardkit.config import meaning
 from shardkit.config.schema import Config
 from shardkit.distributed import named_barrier
 from shardkit.errors import UsageError
 
 # Those that some ranks leave out, they leave out from the first one on.
 CHECKED_FORWARDS = 2
-# The part of the time after which the launcher ends a run that stands still: the error comes before.
-PART_OF_HANG = 0.9
 
 
 def watch(model: nn.Module, config: Config) -> None:
     """Has the ranks meet before the model's first forwards without gradients. UsageError on those that wait in vain."""
     from shardkit.sharding.fsdp import unit_state  # not before: a script may shard nothing
 
-    launch = config.shardkit.launch
-    timeout_s = PART_OF_HANG * min(launch.hang_timeout_s, launch.process_group_timeout_s)
+    timeout_s = meaning.longest_wait_s(config)
     call, left = f"{type(model).__name__}.forward(no_grad)", CHECKED_FORWARDS
 
     def meet() -> None:

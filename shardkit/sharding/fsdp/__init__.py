@@ -6,6 +6,7 @@ Only this folder uses private parts of FSDP2, and for gradients that wait `gradi
 a model             shard_model
 a unit              unit_state, entries; in backward: outputs, autograd_grad, unused_parameters, recomputation
 after an error      recovery
+a deep copy         copies
 ranks that differ   trace
 what torch keeps    internals
 """

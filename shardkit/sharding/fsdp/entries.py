@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from functools import update_wrapper
-from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -53,11 +52,6 @@ class _Entry:
             return self._state._post_forward(self._module, args, output)
         finally:
             recover_if_raised(self._state)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the module is not part of the unit, so it gets the method of its class."""
-        copied = memo.get(id(self._module))
-        return self if copied is None else MethodType(getattr(type(self._module), self._name), copied)
 
 
 def _enters(method: Any, state: Any) -> bool:

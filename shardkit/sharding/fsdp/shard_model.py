@@ -8,7 +8,6 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from shardkit.config.meaning import reshards_after_forward
+from shardkit.config import meaning
 from shardkit.config.schema import BackwardPrefetch, Config, FsdpConfig
 from shardkit.distributed import accelerators
 from shardkit.distributed.tensors import every_parameter, is_dtensor, local_part, own_part, sharded_like
@@ -25,6 +24,7 @@ from shardkit.errors import ModelError, UsageError
 from shardkit.model.cut import shard_dim
 from shardkit.sharding import hooks, original_parameters, parameters, precision
 from shardkit.sharding.fsdp import internals, outputs, unit_state, unused_parameters
+from shardkit.sharding.fsdp.copies import DeepCopy
 from shardkit.sharding.fsdp.trace import COMPARED, Trace
 from shardkit.sharding.gradient_sync import GradientMean, drop_unreduced, sync_with_model
 from shardkit.sharding.precision import Precision
@@ -37,7 +37,7 @@ def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offl
     """Shard every unit's parameters over the mesh, in place. Frees the memory of the whole parameters."""
     behaviours.install()  # before the shards get values, which modules may draw
     mixed = precision.of(config)
-    reshards = reshards_after_forward(config.fsdp)
+    reshards = meaning.reshards_after_forward(config.fsdp)
     offload_policy = CPUOffloadPolicy(pin_memory=True) if offloads else OffloadPolicy()
     left_out = set(units.replicated.values())
     if mixed.param is not None:
@@ -148,7 +148,14 @@ class Carried:
         )
 
 
-def finish(model: nn.Module, units: Units, carried: Carried, config: Config, compiled: Sequence[nn.Module]) -> None:
+def finish(
+    model: nn.Module,
+    units: Units,
+    carried: Carried,
+    config: Config,
+    device: torch.device,
+    compiled: Sequence[nn.Module],
+) -> None:
     """The last step, when every parameter has its values: restores attributes and hooks, and installs the hooks of
     `unit_state`."""
     for fqn, attributes in carried.attributes.items():
@@ -161,10 +168,11 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
     # A script may load, move or copy a part of the model: model.encoder.load_state_dict(...), model.encoder.to(device).
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            vars(module)["__deepcopy__"] = _refuse_copies
             vars(module)["__reduce_ex__"] = _refuse_pickling
         if any(map(is_dtensor, every_parameter(module))):
-            vars(module)["_apply"] = _InPlace(module)
+            then = partial(precision.autocast_as_unsharded, config=config, device=device) if module is model else None
+            vars(module)["__deepcopy__"] = DeepCopy(module, meaning.longest_wait_s(config), then)
+            vars(module)["_apply"] = partial(_apply_in_place, module)
             module.register_load_state_dict_pre_hook(_shard_what_is_loaded)
     shared = unit_state.adopt(model, _carry_to_gathered)
     shared.left = math.inf if config.debug else COMPARED * len(units.units)
@@ -182,18 +190,11 @@ def _reduce_replicated(means: GradientMean, trace: Trace) -> None:
     means.reduce()
 
 
-def _refuse_copies(memo: dict[int, Any]) -> Any:
-    raise UsageError(
-        "copy.deepcopy: a sharded model cannot be copied (got a prepared one, maybe by AveragedModel); copy it before "
-        "prepare and prepare both, or keep averages of its parameters: p.detach().clone() of each."
-    )
-
-
 def _refuse_pickling(protocol: int) -> Any:
     raise UsageError(
         "torch.save: a sharded model cannot be pickled (got a prepared one); save its weights: "
-        "accelerator.save_model(model, folder), or on rank 0 what accelerator.get_state_dict(model) returns there. All "
-        "ranks must call these two."
+        "accelerator.save_model(model, folder), or on rank 0 what accelerator.get_state_dict(model) returns there; or "
+        "save copy.deepcopy(model) on rank 0. All ranks must call these three."
     )
 
 
@@ -203,25 +204,13 @@ def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
     drop_unreduced(model, {id(p) for p in every_parameter(model)})
 
 
-class _InPlace:
-    """The `_apply` of a module with sharded parameters, which `.to(...)`, `.half()` and the like call."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __call__(self, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        return _apply_in_place(self._module, convert)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the module is not sharded by FSDP, so it gets the method of its class."""
-        copied = memo.get(id(self._module))
-        return self if copied is None else MethodType(type(self._module)._apply, copied)
-
-
 @torch.no_grad()
-def _apply_in_place(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """Sharded parameters stay as they are, and offloaded ones where they are. UsageError where they would get another
-    dtype or device, which FSDP does not follow."""
+def _apply_in_place(
+    model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """The `_apply` of a module with sharded parameters, which `.to(...)`, `.half()` and the like call. These parameters
+    stay as they are, and offloaded ones where they are. UsageError where they would get another dtype or device, which
+    FSDP does not follow."""
     for fqn, parameter in model.named_parameters():
         mine = local_part(parameter)
         wanted = convert(mine)
