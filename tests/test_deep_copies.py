@@ -140,7 +140,7 @@ def test_copies_are_those_of_a_plain_model(ranks, settings, tolerance):
 
 def of_rank_0() -> str:
     """What rank 0 is told of a copy that only it makes."""
-    loop = Loop({"shardkit": {"launch": {"hang_timeout_s": 3.0}}})
+    loop = Loop({"shardkit": {"launch": {"process_group_timeout_s": 3.0}}})
     if dist.get_rank() != 0:
         return ""
     with pytest.raises(UsageError) as told:

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardkit import Accelerator
 from shardkit.checkpoint.files import manifest
 from shardkit.distributed import named_barrier
-from shardkit.errors import CheckpointError, CheckpointSaveError
+from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.runtime.checkpoints import loading, saving
 from tests import forked
 from tests.numbered_runs import run_of, train
@@ -109,6 +110,28 @@ def test_ranks_in_different_calls_are_named_with_them(ranks, tmp_path):
     first, second = ranks.run(2, in_different_calls, tmp_path)
     assert "save_state: rank 0 waits" in first[0] and "rank 1 has not come (rank 1 waits in load_state)" in first[0]
     assert "load_state: rank 1 waits" in second[0] and "rank 0 has not come (rank 0 waits in save_state)" in second[0]
+
+
+def reduced_on_rank_0_only(call):
+    """What rank 0 is told of a collective after a step of all; then all make it."""
+    accelerator = Accelerator(
+        config={"distributed_type": "MULTI_CPU", "shardkit": {"launch": {"process_group_timeout_s": 3.0}}}
+    )
+    told, value = "", torch.ones(2)
+    with hasty([]):
+        if accelerator.is_main_process:
+            with pytest.raises(UsageError) as caught:
+                getattr(accelerator, call)(value)
+            told = str(caught.value)
+        accelerator.wait_for_everyone()
+    return told, getattr(accelerator, call)(value).sum().item()
+
+
+@pytest.mark.parametrize("call", ["reduce", "gather", "gather_for_metrics", "broadcast", "pad_across_processes"])
+def test_a_collective_of_rank_0_only_is_told(ranks, call):
+    (told, first), (_, second) = ranks.run(2, reduced_on_rank_0_only, call)
+    assert told.startswith(f"{call}: rank 1 has not come after 3 s; every rank must call it"), told
+    assert first == second == (2.0 if call in ("broadcast", "pad_across_processes") else 4.0)
 
 
 def save_in_an_except(project, who):

@@ -326,7 +326,7 @@ def test_an_optimizer_may_drop_the_gradients_in_its_step(ranks):
 def evaluates_alone(strategy: int, kind: str) -> str:
     """What rank 0 is told of an evaluation that only it makes, after steps that all make."""
     ranks = dist.get_world_size()
-    launch = {"hang_timeout_s": 4.0}
+    launch = {"process_group_timeout_s": 4.0}
     sharding = {"fsdp_sharding_strategy": strategy}
     accelerator = Accelerator(
         config=Config(use_cpu=True, num_processes=ranks, fsdp_config=sharding, shardkit={"launch": launch})

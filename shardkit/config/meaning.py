@@ -88,8 +88,8 @@ def reshards_after_forward(fsdp: FsdpConfig) -> bool:
 
 
 def longest_wait_s(config: Config) -> float:
-    """How long a rank may wait for the others: an error comes before the launcher counts the run as hung."""
-    return 0.9 * min(config.shardkit.launch.hang_timeout_s, config.shardkit.launch.process_group_timeout_s)
+    """How long a rank waits for the others in a call that all must make: the error comes before those of the others."""
+    return 0.9 * config.shardkit.launch.process_group_timeout_s
 
 
 def dtypes(config: Config) -> Dtypes:
@@ -105,6 +105,12 @@ def without_bf16(config: Config) -> Config:
     return config.model_copy(
         update={"mixed_precision": "no", "shardkit": config.shardkit.model_copy(update={"precision": section})}
     )
+
+
+def without_shards(config: Config) -> Config:
+    """The configuration of a model that is whole on every rank."""
+    fsdp = config.fsdp.model_copy(update={"sharding_strategy": ShardingStrategy.NO_SHARD})
+    return config.model_copy(update={"fsdp": fsdp})
 
 
 def eight_bits(config: Config) -> Literal["fp8", "mxfp8"] | None:

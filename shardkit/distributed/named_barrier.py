@@ -30,7 +30,7 @@ log = get_logger(__name__)
 WARN_AFTER_S = 10.0
 # How long a rank waits in an `except`: the others, without its error, probably wait for it in another call.
 IN_EXCEPT_S = 30.0
-# How long `meet_at_first` waits, in the middle of a step.
+# How long `meet_at_first` waits in the middle of a step, where ranks are seconds apart.
 IN_STEP_S = 60.0
 # Delay before it logs the error being handled: a script may train on in an `except`, where all ranks arrive at once.
 PATIENCE_S = 1.0
@@ -60,13 +60,15 @@ def meet(call: str, timeout_s: float, error: type[ShardkitError]) -> None:
         raise error(f"{call}: {reason}") from reason.__cause__
 
 
-def meet_at_first(call: str, error: type[ShardkitError]) -> bool:
+def meet_at_first(call: str, error: type[ShardkitError], timeout_s: float = IN_STEP_S) -> bool:
     """`meet` the first two times that this process group makes this call: those that some ranks leave out, they leave
     out from the start. Whether it has met. Without spaces in the call."""
+    if not dist.is_initialized():
+        return False
     times = _times.setdefault(dist.group.WORLD, Counter())
     if times[call] >= FIRST_TIMES:
         return False
-    meet(call, IN_STEP_S, error)
+    meet(call, timeout_s, error)
     times[call] += 1  # only now: those that have waited in vain meet the others at their next call
     return True
 

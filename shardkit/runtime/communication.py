@@ -5,9 +5,11 @@ from typing import Any
 
 from torch import nn
 
+from shardkit.config import meaning
 from shardkit.data import padding
 from shardkit.data.loader import PreparedLoader, active_loader
-from shardkit.distributed import buffers, collectives, gradients, progress
+from shardkit.distributed import buffers, collectives, gradients, named_barrier, progress
+from shardkit.errors import UsageError
 from shardkit.runtime.eager import eager
 from shardkit.runtime.run import Run
 from shardkit.runtime.steps import foreign_steps
@@ -22,7 +24,7 @@ class Communication(Topology):
         """All ranks' tensors concatenated along dim 0, on every rank; dicts, lists and tuples too. Collective.
 
         Has no gradients; `gather_with_gradients` has."""
-        self._run.refuse_if_left("gather")
+        self._begin("gather")
         self._run.accumulation.boundaries.note_meeting()
         return collectives.gather(tensor, self._run.same_data)
 
@@ -34,7 +36,7 @@ class Communication(Topology):
         get the gradients of one process, whether each rank computes the whole loss or the mean over its own samples.
         Collective, and so is the backward.
         """
-        self._run.refuse_if_left("gather_with_gradients")
+        self._begin("gather_with_gradients")
         self._run.accumulation.boundaries.note_meeting()
         return gradients.gather_with_gradients(tensor, self._run.same_data)
 
@@ -44,7 +46,7 @@ class Communication(Topology):
 
         A loss repeated for each sample of a whole batch counts as often as a shorter batch has samples. Collective.
         """
-        self._run.refuse_if_left("gather_for_metrics")
+        self._begin("gather_for_metrics")
         self._run.accumulation.boundaries.note_meeting()
         same_data, loaders = self._run.same_data, _loaders_of_loops(self._run)
         if not use_gather_object and (short := padding.short_batch(loaders, input_data)) is not None:
@@ -57,21 +59,26 @@ class Communication(Topology):
     @eager
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
         """Sum, mean, max or min over all ranks, on every rank; times `scale`. Collective."""
-        self._run.refuse_if_left("reduce")
+        self._begin("reduce")
         self._run.accumulation.boundaries.note_meeting()
         return collectives.reduce(tensor, reduction, scale, self._run.same_data)
 
     @eager
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
         """One rank's tensors, on every rank. Collective."""
-        self._run.refuse_if_left("broadcast")
+        self._begin("broadcast")
         return collectives.broadcast(tensor, from_process)
 
     @eager
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Tensors padded along `dim` to the longest of all ranks. Collective."""
-        self._run.refuse_if_left("pad_across_processes")
+        self._begin("pad_across_processes")
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def _begin(self, call: str) -> None:
+        """Refuses a call that not all ranks make, by its name: it would be taken for a part of what the others do."""
+        self._run.refuse_if_left(call)
+        named_barrier.meet_at_first(call, UsageError, meaning.longest_wait_s(self._run.config))
 
     def set_trigger(self) -> None:
         """Sets a flag that `check_trigger` sees on all ranks, for instance to stop early."""

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from shardkit.config.meaning import WIDE, dtypes, eight_bits, without_bf16
-from shardkit.config.schema import Config, ShardingStrategy
+from shardkit.config.meaning import WIDE, dtypes, eight_bits, without_bf16, without_shards
+from shardkit.config.schema import Config
 from shardkit.distributed import accelerators, control
 from shardkit.distributed.tensors import every_parameter
 from shardkit.errors import MachineError
@@ -127,8 +127,7 @@ def autocast_forward(model: nn.Module, config: Config, device: torch.device) -> 
 
 def autocast_as_unsharded(model: nn.Module, config: Config, device: torch.device) -> None:
     """`autocast_forward` for a plain copy of a sharded model, which computes as under NO_SHARD."""
-    fsdp = config.fsdp.model_copy(update={"sharding_strategy": ShardingStrategy.NO_SHARD})
-    autocast_forward(model, config.model_copy(update={"fsdp": fsdp}), device)
+    autocast_forward(model, without_shards(config), device)
 
 
 _PLAIN = "_shardkit_forward_before"
