@@ -354,6 +354,22 @@ def allow_connections(world_size: int) -> None:
     open_files.allow(FILES_BESIDE + GROUPS_OF_ALL * world_size, f"each of {counted(world_size, 'rank')} needs")
 
 
+def unchecked_group() -> dist.ProcessGroup | None:
+    """The group for torch's DDP: of its own where collectives are checked (`debug: true`), None otherwise.
+
+    torch's DDP takes any group of gloo for one that is not checked: it reads beside the object, and the process dies
+    (seen in torch 2.13). Collective.
+    """
+    level = dist.get_debug_level()
+    if level != dist.DebugLevel.DETAIL or dist.get_backend() != "gloo":
+        return None
+    dist.set_debug_level(dist.DebugLevel.INFO)
+    try:
+        return dist.new_group()
+    finally:
+        dist.set_debug_level(level)
+
+
 def _join(config: Config, ranks: env.Ranks, device: torch.device) -> None:
     allow_connections(ranks.world_size)
     if config.debug:

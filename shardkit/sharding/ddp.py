@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
 from functools import cache, partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from shardkit.config.schema import Config, DdpConfig
+from shardkit.distributed.process import Process, unchecked_group
 from shardkit.distributed.tensors import every_parameter, is_transformed
 from shardkit.errors import ModelError, UsageError
 from shardkit.sharding import ddp_hooks, precision
@@ -25,9 +26,6 @@ from shardkit.sharding.ddp_names import take_names_of_replicas, take_names_of_th
 from shardkit.sharding.gradient_sync import EndOfBackward, GradientMean, sync_with_model, take_mean_, watch_backward
 from shardkit.sharding.parameters import refused_hooks
 from shardkit.wording import first_few
-
-if TYPE_CHECKING:
-    from shardkit.distributed.process import Process
 
 
 class Replica(DistributedDataParallel):
@@ -251,11 +249,15 @@ class Replica(DistributedDataParallel):
         if self._left is not None:
             take_mean_([p for p in self._left if p.requires_grad], self._may_be_unused)
             return
-        managed = sum(id(parameter) in self._managed for parameter in arrived)
-        left_out = [p for p in self._all if id(p) not in self._managed] if len(arrived) > managed else []
-        self._missing -= {id(parameter) for parameter in arrived}
+        managed = [id(parameter) for parameter in arrived if id(parameter) in self._managed]
+        left_out = {id(p) for p in self._all} - set(self._managed) if len(arrived) > len(managed) else set()
+        if not self._section.static_graph:
+            # Of modules that reentrant checkpoints have recomputed twice: torch's reducer may be done before the last
+            # gradient, which is then added to the mean of the earlier ones, and left on each rank alone.
+            left_out |= {one for one, count in Counter(managed).items() if count > 1}
+        self._missing -= set(managed)
         if not self._is_awaited:
-            left_out = self._all
+            left_out = set(map(id, self._all))
             if self._settings["find_unused_parameters"]:
                 self._stop_waiting()
         elif managed:
@@ -265,7 +267,7 @@ class Replica(DistributedDataParallel):
             elif self._missing and not self._may_be_unused:
                 self._finish_reducer()
             self._note_buckets()
-        take_mean_([p for p in left_out if p.requires_grad], self._may_be_unused)
+        take_mean_([p for p in self._all if p.requires_grad and id(p) in left_out], self._may_be_unused)
 
     def _stop_waiting(self) -> None:
         """Let torch's reducer wait for no backward, and forget which parameters those reached that it did not wait for:
@@ -359,7 +361,7 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
         bucket_cap_mb=section.bucket_cap_mb,
         static_graph=section.static_graph,
         init_sync=False,  # values were synchronized before, or sync_module_states is false
-        process_group=_unchecked_group(),
+        process_group=unchecked_group(),
     )
     _reducing.add(replica)
     return replica
@@ -381,19 +383,3 @@ def _take_detach() -> None:
             return tensor
 
     torch.Tensor.detach_ = detach_  # type: ignore[assignment]
-
-
-def _unchecked_group() -> Any:
-    """The group over which DDP reduces: of its own where collectives are checked (`debug: true`), None otherwise.
-
-    torch's DDP takes any group of gloo for one that is not checked: it reads beside the object, and the process dies
-    (seen in torch 2.13). Collective.
-    """
-    level = dist.get_debug_level()
-    if level != dist.DebugLevel.DETAIL or dist.get_backend() != "gloo":
-        return None
-    dist.set_debug_level(dist.DebugLevel.INFO)
-    try:
-        return dist.new_group()
-    finally:
-        dist.set_debug_level(level)

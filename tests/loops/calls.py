@@ -419,6 +419,17 @@ def recomputing_a_module_that_ran_twice(run: Run) -> None:
     train(run, *started(run, RecomputedTwice()))
 
 
+@loop()
+def recomputing_twice_what_is_trained(run: Run) -> None:
+    """Before the trained modules comes a frozen one, so that torch's DDP has a gradient of each parameter, and reduces
+    them, before the modules run for the second time in backward."""
+    torch.manual_seed(0)
+    model = RecomputedTwice()
+    model.embed.requires_grad_(False)
+    model.embed.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+    train(run, *started(run, model))
+
+
 class Reversible(torch.autograd.Function):
     """Blocks whose inputs are computed from their outputs in backward, as in a reversible network."""
 
