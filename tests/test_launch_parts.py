@@ -925,7 +925,9 @@ def test_an_error_in_a_worker_of_a_data_loader_is_told_with_its_own_line():
         ("[/gloo/transport/tcp/pair.cc:1] timed out", ""),
         ("'Gpt' object has no attribute 'module'", "only DDP's wrapper has .module"),
         ("trying to initialize the default process group twice!", "Accelerator() has started the process group"),
-        ('iter->isIntList() INTERNAL ASSERT FAILED at "torch/csrc/autograd/TraceTypeManual.cpp":238', "torch.jit and"),
+        ('iter->isIntList() INTERNAL ASSERT FAILED at "torch/csrc/autograd/TraceTypeManual.cpp":238', "torch.export, "),
+        ("'_Entry' object has no attribute '__code__'", "torch.export, "),
+        ("unsupported input list type: Tensor[]", "torch.export, "),  # by torch.jit.trace on CPU ranks
         ("can't start new thread", "the system allows no more processes or threads: raise ulimit -u"),
     ],
 )

@@ -91,9 +91,10 @@ _BY_MESSAGE = (
         "another model",
     ),
     (
-        "TraceTypeManual|Expected a single top-level function: .*fsdp",
-        "torch.jit and torch.onnx cannot take a sharded model: write its weights by accelerator.save_model(model, "
-        "folder), load them into a model of one process, and export that",
+        r"TraceTypeManual|Expected a single top-level function: .*fsdp|^'_Entry' object has no attribute '__|"
+        r"unsupported input list type: Tensor\[\]",
+        "torch.export, torch.jit and torch.onnx cannot take a sharded model: write its weights by "
+        "accelerator.save_model(model, folder), load them into a model of one process, and export that",
     ),
     (
         r"^'\w+' object has no attribute 'module'$",

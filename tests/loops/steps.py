@@ -434,6 +434,16 @@ def other_values_in_the_place_of_parameters(run: Run) -> None:
         run.see_mean(cross_entropy(torch.func.functional_call(inner, halves, (tokens[:, :-1],)), tokens))
 
 
+@loop(
+    refused=dict.fromkeys((1, 2, 4, 5), "change and tie modules before prepare"), refused_alone=True, is_for_shards=True
+)
+def tied_after_prepare(run: Run) -> None:
+    model, _ = started(run)
+    inner: Any = run.unwrap(model)
+    inner.head.weight = inner.embed.weight
+    run.see_mean(loss_of(model, run.batch(0)))
+
+
 @loop()
 def values_drawn_after_prepare(run: Run) -> None:
     """Weights that are drawn anew, and noise: the same values as in one process, whatever the part of a rank."""

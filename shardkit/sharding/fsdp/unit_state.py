@@ -153,8 +153,8 @@ class UnitGroup(FSDPParamGroup):
             if info.module._parameters.get(info.param_name) is not parameter.sharded_param:
                 raise UsageError(
                     f"forward: {parameter._param_fqn or info.param_name} is not the parameter that prepare put there "
-                    "(got another one, or torch.func.functional_call); set values by p.data = ..., or use "
-                    "strategy NO_SHARD."
+                    "(got another one, or torch.func.functional_call); change and tie modules before prepare, set "
+                    "values by p.data = ..., or use strategy NO_SHARD."
                 )
 
     def post_forward(self, module: Any, input: Any, output: Any) -> Any:
