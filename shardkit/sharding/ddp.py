@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
-from contextlib import suppress
-from functools import cache, partial, wraps
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -22,8 +22,16 @@ from shardkit.distributed.process import Process, unchecked_group
 from shardkit.distributed.tensors import every_parameter, is_transformed
 from shardkit.errors import ModelError, UsageError
 from shardkit.sharding import ddp_hooks, precision
+from shardkit.sharding.ddp_gradients import take_detach
 from shardkit.sharding.ddp_names import take_names_of_replicas, take_names_of_the_model
-from shardkit.sharding.gradient_sync import EndOfBackward, GradientMean, sync_with_model, take_mean_, watch_backward
+from shardkit.sharding.gradient_sync import (
+    EndOfBackward,
+    GradientMean,
+    gradient_sync,
+    sync_with_model,
+    take_mean_,
+    watch_backward,
+)
 from shardkit.sharding.parameters import refused_hooks
 from shardkit.wording import first_few
 
@@ -74,6 +82,10 @@ class Replica(DistributedDataParallel):
         self._first_node = trained[0], get_gradient_edge(trained[0]).node
         self.is_first_backward = True
         self._is_awaited = False  # whether torch's reducer expects a backward
+        # torch would learn a static graph from the first backward through an output, which may be one of
+        # torch.autograd.grad (a gradient penalty): that leaves no gradients, so none would ever be reduced.
+        self._static_graph_delay_allreduce_enqueued = True
+        self._is_graph_known = not self._section.static_graph
         self._missing: set[int] = set()  # ids of the parameters that no backward since the last forward has reached
         dtypes = {p.dtype for p in self._all if p.requires_grad}
         if self._section.comm_hook != "no":
@@ -156,6 +168,12 @@ class Replica(DistributedDataParallel):
                     self._watch.watch(tensor)
         return output
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As torch's, but with a static graph the first backward reduces in spite of it: torch requires that."""
+        with gradient_sync([self], enabled=False):
+            yield
+
     def _reduce_frozen(self) -> None:
         """Average what earlier micro-batches of a window left in parameters that were frozen since. Collective if there
         are such."""
@@ -201,7 +219,8 @@ class Replica(DistributedDataParallel):
             raise ModelError(
                 "DDP: the gradients are not reduced, since torch's reducer does not see those of some parameters (got "
                 "parameters whose memory was replaced after prepare, by torch.nn.utils.parametrizations or set_(), or "
-                "a backward that raised an exception); register parametrizations before prepare."
+                "a backward that raised an exception, or reached others than the first one with static_graph); "
+                "register parametrizations before prepare, and use shardkit.ddp.static_graph: false where steps differ."
             )
 
     def _note_buckets(self) -> None:
@@ -258,10 +277,16 @@ class Replica(DistributedDataParallel):
         self._missing -= set(managed)
         if not self._is_awaited:
             left_out = set(map(id, self._all))
+            if self._section.static_graph:
+                self._kinds = []  # torch has counted these gradients, too: a new reducer is created
             if self._settings["find_unused_parameters"]:
                 self._stop_waiting()
         elif managed:
             self._is_awaited = False
+            if not self._is_graph_known:
+                self._is_graph_known = True
+                reducer: Any = self.reducer
+                reducer._delay_all_reduce()
             if self._missing and self._settings["find_unused_parameters"]:  # torch's own end of backward comes first
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish_waiting_reducer)
             elif self._missing and not self._may_be_unused:
@@ -349,7 +374,7 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
         watch_backward(model, lambda arrived: means.reduce())
         take_names_of_replicas(model)
         return model
-    _take_detach()
+    take_detach()
     is_several = isinstance(model, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
     replica = (ReplicaOfSeveral if is_several else Replica)(
         model,
@@ -365,21 +390,3 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
     )
     _reducing.add(replica)
     return replica
-
-
-@cache
-def _take_detach() -> None:
-    """Lets scripts zero gradients by `p.grad.detach_()` and `zero_()`: torch refuses to detach views, such as those of
-    the reducer's buckets, also where there is nothing to detach. Has an effect once per process."""
-    of_torch = torch.Tensor.detach_
-
-    @wraps(of_torch)
-    def detach_(tensor: torch.Tensor) -> torch.Tensor:
-        try:
-            return of_torch(tensor)
-        except RuntimeError:
-            if tensor.requires_grad or tensor.grad_fn is not None:
-                raise
-            return tensor
-
-    torch.Tensor.detach_ = detach_  # type: ignore[assignment]

@@ -18,6 +18,7 @@ from tests.loops import (  # noqa: F401
     phases,
     returned,
     several_loaders,
+    static_graphs,
     steps,
     tasks,
     vectors,
