@@ -260,6 +260,8 @@ class Replica(DistributedDataParallel):
         self.is_first_backward = False
         if self.require_backward_grad_sync:
             self._reduce_rest(arrived)
+        elif not self._is_graph_known:  # of a reducer that was created in the window
+            self._kinds = []  # torch has counted these gradients in its static graph: a new reducer is created
         for call in self.at_end_of_backward:
             call()
 
@@ -278,7 +280,7 @@ class Replica(DistributedDataParallel):
         if not self._is_awaited:
             left_out = set(map(id, self._all))
             if self._section.static_graph:
-                self._kinds = []  # torch has counted these gradients, too: a new reducer is created
+                self._kinds = []  # as in `_after_backward`
             if self._settings["find_unused_parameters"]:
                 self._stop_waiting()
         elif managed:

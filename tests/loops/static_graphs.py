@@ -69,3 +69,17 @@ def no_sync_of_the_model_in_a_static_graph(run: Run) -> None:
         run.backward(loss)
         run.step(optimizer)
         run.see_mean(loss)
+
+
+@loop(accumulation=2, shardkit=STATIC)
+def unfreezing_in_windows_with_a_static_graph(run: Run) -> None:
+    """Another graph has to be learned, and the first micro-batch that has it does not reduce."""
+    model, optimizer = started(run)
+    for micro in range(10):
+        if micro % 4 == 0:
+            run.unwrap(model).embed.requires_grad_(micro == 4)
+        with run.accumulate(model):
+            loss = loss_of(model, run.batch(micro))
+            run.backward(loss)
+            run.step(optimizer)
+            run.see_mean(loss)
