@@ -93,8 +93,8 @@ _BY_MESSAGE = (
     (
         r"TraceTypeManual|Expected a single top-level function: .*fsdp|^'_Entry' object has no attribute '__|"
         r"unsupported input list type: Tensor\[\]",
-        "torch.export, torch.jit and torch.onnx cannot take a sharded model: write its weights by "
-        "accelerator.save_model(model, folder), load them into a model of one process, and export that",
+        "torch.export, torch.jit and torch.onnx cannot take a sharded model: copy.deepcopy(model), on all ranks, is a "
+        "whole one; export that",
     ),
     (
         r"^'\w+' object has no attribute 'module'$",
