@@ -26,7 +26,7 @@ from shardkit.wording import ranks_text
 
 log = get_logger(__name__)
 
-# When a waiting rank logs a warning. Ranks of a run are seconds apart, unless one of them is busy alone, or never comes.
+# When a waiting rank logs a warning. Ranks of a run are seconds apart, unless one is busy alone, or never comes.
 WARN_AFTER_S = 20.0
 # How long a rank waits in an `except`: the others, without its error, probably wait for it in another call.
 IN_EXCEPT_S = 30.0
