@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 from shardkit import bars
 from shardkit.cli.main import run
 from shardkit.compat import Accelerator, migrate, modules, names, scan
-from shardkit.compat.differences import DIFFERENCES, choices
+from shardkit.compat.differences import DIFFERENCES, VARIABLE, choices
 from shardkit.compat.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -45,7 +45,7 @@ from shardkit.compat.plugins import (
 )
 from shardkit.compat.startup import around_script
 from shardkit.compat.states import AcceleratorState, PartialState, is_initialized, kind_of
-from shardkit.compat.touched import TOUCHED
+from shardkit.compat.touched import TOUCHED, Touched, report
 from shardkit.compat.window import GradientState
 from shardkit.config.keys import resolve_name
 from shardkit.config.schema import ShardingStrategy
@@ -1401,6 +1401,33 @@ def test_a_prepared_schedule_is_told_to_step_once_before_a_run_and_after_a_diff(
     script.write_text("from accelerate import Accelerator\nmodel = accelerator.prepare(model)\n")
     assert run(["migrate", str(script)]) == 0
     assert differs not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("scheduler", "a prepared scheduler steps once"),
+        ("scheduler", "the schedule's length is multiplied by the number of ranks"),
+        ("position", "load_state moves the loaders"),
+        ("save", "save writes safetensors"),
+    ],
+)
+def test_what_a_run_takes_back_is_no_difference_of_it(word, told, tmp_path, capsys, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from accelerate import Accelerator\n"
+        "scheduler = get_scheduler(optimizer, num_training_steps=steps * accelerator.num_processes)\n"
+        "scheduler = accelerator.prepare(scheduler)\naccelerator.load_state()\naccelerator.save(x)\n"
+    )
+    command = ["launch", "--as-accelerate", "--check", str(script)]
+    assert run(command) == 0 and told in capsys.readouterr().out
+    assert run([*command[:2], "--accelerates-meaning", word, *command[2:]]) == 0
+    assert told not in capsys.readouterr().out
+    names = ["Accelerator.prepare_scheduler", "Accelerator.load_state", "utils.save"]
+    used = Touched(stood_in={name: {"script"} for name in names})
+    usually = report(used)
+    monkeypatch.setenv(VARIABLE, word)
+    assert usually.count("differs: ") == report(used).count("differs: ") + 1
 
 
 def test_scan_says_what_stands_in_what_is_refused_and_what_means_another_thing():

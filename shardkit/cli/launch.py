@@ -92,7 +92,7 @@ def launch(
     if as_json and not dry_run:
         problems.add("launch: --dry-run is missing (got --json); add it, or remove --json.")
     if check and not problems.lines:
-        check_names(command, bool(module))
+        check_names(command, bool(module), switches)
         return
     start(command, bool(module), config, chosen, problems.lines, switches, dry_run, as_json)
 
@@ -136,19 +136,21 @@ def _notes_on_script(command: list[str], is_module: bool, switches: "Switches", 
         return []
     from shardkit.compat import scan
 
-    stretches = config.num_processes > 1 and "scheduler" not in switches.meaning
+    remarks = scan.scan_script(command[0], is_module).remarks
+    stretches, is_sharded = config.num_processes > 1, config.num_processes > 1 and config.mode == "fsdp"
     matters = {
         scan.STRETCHED: stretches,
         scan.OF_ALL_RANKS: stretches,
-        scan.SKIPS_AGAIN: "position" not in switches.meaning,
-        scan.OF_ONE_RANK: config.num_processes > 1 and config.mode == "fsdp",
+        scan.SKIPS_AGAIN: True,
+        scan.OF_ONE_RANK: is_sharded,
     }
-    remarks = scan.scan_script(command[0], is_module).remarks
-    return [f"note: {one.place}: {one.name}: {one.text}." for one in remarks if matters.get(one.text)]
+    holding = [one for one in scan.holding(remarks, switches.meaning) if matters.get(one.text)]
+    return [f"note: {one.place}: {one.name}: {one.text}." for one in holding]
 
 
-def check_names(command: list[str], is_module: bool) -> None:
-    """Print the names of Accelerate in a script and the modules next to it. Exits with 1 if some are not supported."""
+def check_names(command: list[str], is_module: bool, switches: "Switches") -> None:
+    """Print the names of Accelerate in a script and the modules next to it, and what differs in a run with these
+    switches. Exits with 1 if some names are not supported."""
     from shardkit.compat import scan
     from shardkit.launch import preflight
     from shardkit.launch.preflight import Problem
@@ -158,7 +160,7 @@ def check_names(command: list[str], is_module: bool) -> None:
         script = [Problem("launch: no script is given; write: shardkit launch --as-accelerate --check SCRIPT.py")]
     preflight.raise_all(script)
     found = scan.scan_script(command[0], is_module)
-    typer.echo(scan.report(found))
+    typer.echo(scan.report(found, switches.meaning))
     if found.refused or found.missing or found.unread:
         raise typer.Exit(1)
 

@@ -1,5 +1,6 @@
 """Intended differences in behavior between shardkit and Accelerate, and the switch for Accelerate's behavior."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from shardkit import env
@@ -94,9 +95,19 @@ DIFFERENCES = [
 ]
 
 
+def taken_back() -> list[str]:
+    """The words of the differences for which this run uses Accelerate's behavior."""
+    return [word for word in (env.get(VARIABLE) or "").split(",") if word]
+
+
 def takes_back(word: str) -> bool:
     """Whether this run uses Accelerate's behavior for this difference."""
-    return word in (env.get(VARIABLE) or "").split(",")
+    return word in taken_back()
+
+
+def affecting(names: set[str], words: Collection[str]) -> list[Difference]:
+    """The differences that affect one of these names, without those that are taken back by these words."""
+    return [one for one in DIFFERENCES if one.word not in words and not names.isdisjoint(one.names)]
 
 
 def choices() -> list[str]:

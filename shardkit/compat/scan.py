@@ -5,12 +5,12 @@ they use are recorded during a launch (`touched.py`).
 """
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from shardkit.compat import branches, names, rank_conditions
 from shardkit.compat.bindings import Bindings, bindings, dotted
-from shardkit.compat.differences import DIFFERENCES
+from shardkit.compat.differences import affecting
 from shardkit.compat.members import ARGUMENTS, MEMBERS
 from shardkit.launch import preloaded
 from shardkit.wording import counted
@@ -112,6 +112,8 @@ OF_ONE_RANK = (
     "only one rank calls it; where FSDP shards the model every rank must, and the call ends the run: take it out of "
     "the condition"
 )
+MEANINGS = {STRETCHED: "scheduler", OF_ALL_RANKS: "scheduler", SKIPS_AGAIN: "position"}
+"""Remarks that do not hold in a run with this word of --accelerates-meaning."""
 _DIVISIONS = (ast.Div, ast.FloorDiv)
 
 
@@ -310,19 +312,26 @@ def _is_ranks(node: ast.AST) -> bool:
     return isinstance(node, (ast.Name, ast.Attribute)) and dotted(node)[-1:] in (["num_processes"], ["world_size"])
 
 
-def differences(found: Found) -> list[str]:
-    """A line for each difference in behavior that affects a name that is used."""
+def differences(found: Found, taken_back: Collection[str] = ()) -> list[str]:
+    """A line for each difference in behavior that affects a name that is used; `taken_back`: words of
+    --accelerates-meaning."""
     named = {one.name for one in found.stands_in}
-    return [f"differs: {one.text}." for one in DIFFERENCES if named & set(one.names)]
+    return [f"differs: {one.text}." for one in affecting(named, taken_back)]
 
 
-def report(found: Found) -> str:
-    """The report as text."""
+def holding(remarks: Iterable[Named], taken_back: Collection[str]) -> list[Named]:
+    """The remarks that hold in a run with these words of --accelerates-meaning."""
+    return [one for one in remarks if MEANINGS.get(one.text) not in taken_back]
+
+
+def report(found: Found, taken_back: Collection[str] = ()) -> str:
+    """The report as text; `taken_back`: words of --accelerates-meaning."""
+    remarks = holding(found.remarks, taken_back)
     lines = [f"{one.place}: not valid Python for this interpreter ({one.text}); correct it." for one in found.unread]
-    for title, group in (("not supported", found.refused), ("unknown", found.missing), ("remark", found.remarks)):
+    for title, group in (("not supported", found.refused), ("unknown", found.missing), ("remark", remarks)):
         lines += [f"{one.place}: {one.name}: {title}{': ' if one.text else ''}{one.text}." for one in group]
     named = {one.name for one in found.stands_in}
-    lines += differences(found)
+    lines += differences(found, taken_back)
     if not named and not lines:
         return "The script uses no name of accelerate. A launch reports at its end what the libraries use."
     summary = f"{counted(len(named), 'name')} of accelerate supported"

@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass, field
 from types import FrameType
 
-from shardkit.compat.differences import DIFFERENCES, Difference
+from shardkit.compat.differences import Difference, affecting, taken_back
 from shardkit.wording import first_few
 
 
@@ -32,9 +32,8 @@ class Touched:
         return bool(self.stood_in or self.refused or self.missing)
 
     def differing(self) -> list[Difference]:
-        """The differences in behavior of the names used."""
-        names = {*self.stood_in, *self.refused}
-        return [one for one in DIFFERENCES if names & set(one.names)]
+        """The differences in behavior of the names used, as this run was started."""
+        return affecting({*self.stood_in, *self.refused}, taken_back())
 
 
 def _root(frame: FrameType) -> str:
