@@ -1,5 +1,6 @@
 """`save_pretrained` of a sharded model writes what it writes of a model on one device, whichever library has it."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,34 @@ def test_what_rank_0_cannot_write_is_an_error_of_all_and_the_run_goes_on(ranks, 
     (tmp_path / "file").touch()
     expected = ranks.run(2, save_into_a_file, tmp_path / "file")[0]
     assert_equal(tensors_in(tmp_path / "folder"), expected)
+
+
+class Shown(Encoder):
+    """Saved as SentenceTransformers saves: with an example for the model card, where that can be computed."""
+
+    def save_pretrained(self, save_directory, **kwargs):
+        super().save_pretrained(save_directory, **kwargs)
+        with torch.no_grad():
+            example = self(torch.arange(2))
+        save_file({"example": example}, Path(save_directory) / "example.safetensors")
+
+
+def save_with_an_example(folder):
+    run = accelerator, model, _ = prepared(Shown())
+    train_once(*run)
+    told = "runs a forward of the model while it writes"
+    refused = pytest.raises(CheckpointSaveError, match=f"save_pretrained: .*{told}")
+    with refused if accelerator.num_processes > 1 else nullcontext():
+        model.save_pretrained(folder)
+    with torch.no_grad():
+        model(torch.arange(2))
+    train_once(*run)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_forward_of_the_library_meanwhile_is_an_error_and_no_hang(ranks, tmp_path, world):
+    ranks.run(world, save_with_an_example, tmp_path / "saved")
+    assert names_in(tmp_path) == ["saved/example.safetensors"][: world == 1] + ["saved/model.safetensors"]
 
 
 def save_on_the_main_process(folder):

@@ -178,7 +178,7 @@ def gather_in_fp8(model: nn.Module) -> None:
     if dtype is not None:
         to_scale = import_module("torchao.float8.float8_utils").amax_to_scale
         scales = _Scales(gathered, partial(to_scale, float8_dtype=dtype))
-        unit_state.before_forward(model, scales.compute)
+        unit_state.before_forward(model).append(scales.compute)
         unit_state.at_end_of_backward(model, (), scales.drop)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from shardkit.distributed.tensors import every_parameter, is_dtensor
-from shardkit.errors import CheckpointSaveError
+from shardkit.errors import CheckpointSaveError, UsageError
 from shardkit.runtime.run import OfModel, Run
 from shardkit.signatures import signature
 
@@ -28,7 +28,7 @@ def replace(run: Run, model: nn.Module) -> None:
     """Replaces the method of a sharded model, and of models inside it."""
     for module in model.modules():
         if hasattr(type(module), _NAME) and any(map(is_dtensor, every_parameter(module))):
-            vars(module)[_NAME] = _SavePretrained(OfModel(run), module)
+            vars(module)[_NAME] = _SavePretrained(OfModel(run), model, module)
 
 
 def before_calls(model: nn.Module, check: Callable[[str, FrameType | None], Any]) -> None:
@@ -42,12 +42,12 @@ class _SavePretrained:
     """The method of one module: collective. Raises CheckpointSaveError on all ranks where rank 0 cannot write.
 
     With a `state_dict`, which the script has gathered, it is the library's own method, and so inside of another module
-    that is being written.
+    that is being written. A forward that the library runs meanwhile is an error, which the library handles or not.
     """
 
-    def __init__(self, of_model: OfModel, module: nn.Module) -> None:
+    def __init__(self, of_model: OfModel, model: nn.Module, module: nn.Module) -> None:
         update_wrapper(self, getattr(type(module), _NAME))
-        self._of_model, self._module = of_model, module
+        self._of_model, self._model, self._module = of_model, model, module
         self.check: Callable[[str, FrameType | None], Any] = lambda call, frame: None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ class _SavePretrained:
 
         def write() -> Any:
             if session.control.rank == 0:
-                with _showing(self._module, whole):
+                with _showing(self._module, whole), _refusing_forwards(self._model, session.control.world_size):
                     return own(*args, **kwargs)
             return None
 
@@ -91,6 +91,27 @@ class _PartOf:
             if name.startswith(self._inside):
                 found[prefix + name[len(self._inside) :]] = tensor
         return found
+
+
+@contextmanager
+def _refusing_forwards(model: nn.Module, ranks: int) -> Iterator[None]:
+    """Inside, a forward raises UsageError: on several ranks it would wait for those that wait for this one.
+    SentenceTransformer encodes an example for its model card, and leaves that out then."""
+    from shardkit.sharding.fsdp import unit_state  # not before: a script may shard nothing
+
+    def refuse() -> None:
+        if ranks > 1:
+            raise UsageError(
+                f"{_NAME}: the library runs a forward of the model while it writes, on rank 0 alone, and a sharded "
+                "model needs all ranks for it; switch this off in the library, or use strategy NO_SHARD."
+            )
+
+    calls = unit_state.before_forward(model)
+    calls.insert(0, refuse)
+    try:
+        yield
+    finally:
+        calls.remove(refuse)
 
 
 @contextmanager

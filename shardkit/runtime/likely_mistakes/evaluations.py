@@ -30,4 +30,4 @@ def watch(model: nn.Module, config: Config) -> None:
             named_barrier.meet(call, timeout_s, UsageError)
             left -= 1
 
-    unit_state.before_forward(model, meet)
+    unit_state.before_forward(model).append(meet)

@@ -381,9 +381,10 @@ def finish(model: nn.Module, compiled: Iterable[nn.Module] = ()) -> None:
                 entries.enter_by(state, module, "forward")
 
 
-def before_forward(model: nn.Module, call: Callable[[], None]) -> None:
-    """Calls `call` before each forward, whichever unit it enters first, before parameters are gathered."""
-    root_of(model)._pass.before_forward.append(call)
+def before_forward(model: nn.Module) -> list[Callable[[], None]]:
+    """What is called before each forward, whichever unit it enters first, before parameters are gathered."""
+    found: list[Callable[[], None]] = root_of(model)._pass.before_forward
+    return found
 
 
 def at_end_of_backward(model: nn.Module, parameters: Iterable[nn.Parameter], call: Callable[[], None]) -> None:
