@@ -243,9 +243,10 @@ def test_what_a_sampler_draws_is_a_function_of_seed_and_epoch_whatever_the_loop_
 
     assert draw(False) == draw(True) == flat(prepared(sampler=Chance()))
     random.seed(3)
-    state = random.getstate()
+    states = random.getstate(), torch.get_rng_state().tolist()
     flat(prepared(sampler=Chance()))
-    assert random.getstate() == state
+    flat(prepared(shuffle=True))
+    assert (random.getstate(), torch.get_rng_state().tolist()) == states
 
 
 class SeededOnce(Backwards):

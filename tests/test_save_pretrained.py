@@ -139,7 +139,7 @@ def save_with_an_example(folder):
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_forward_of_the_library_meanwhile_is_an_error_and_no_hang(ranks, tmp_path, world):
     ranks.run(world, save_with_an_example, tmp_path / "saved")
-    assert names_in(tmp_path) == ["saved/example.safetensors"][: world == 1] + ["saved/model.safetensors"]
+    assert names_in(tmp_path) == [f"saved/{name}.safetensors" for name in ["example", "model"][world - 1 :]]
 
 
 def save_on_the_main_process(folder):

@@ -61,7 +61,8 @@ DIFFERENCES = [
     Difference(
         ("DataLoaderConfiguration", "utils.DataLoaderConfiguration", "data_loader.prepare_data_loader"),
         "every rank reads its part of the data, also from an IterableDataset, and the order is a function of "
-        "(seed, epoch); dispatch_batches and use_seedable_sampler have no effect",
+        "(seed, epoch), without a draw from torch's random generator, so a model that is built after a loop starts "
+        "with other weights; dispatch_batches and use_seedable_sampler have no effect",
         "batches are not sent between ranks, and a run can be resumed at any sample",
     ),
     Difference(
