@@ -137,12 +137,12 @@ def _notes_on_script(command: list[str], is_module: bool, switches: "Switches", 
     from shardkit.compat import scan
 
     remarks = scan.scan_script(command[0], is_module).remarks
-    stretches, is_sharded = config.num_processes > 1, config.num_processes > 1 and config.mode == "fsdp"
+    has_several = config.num_processes > 1
     matters = {
-        scan.STRETCHED: stretches,
-        scan.OF_ALL_RANKS: stretches,
+        scan.STRETCHED: has_several,
+        scan.OF_ALL_RANKS: has_several,
         scan.SKIPS_AGAIN: True,
-        scan.OF_ONE_RANK: is_sharded,
+        scan.OF_ONE_RANK: has_several and config.mode == "fsdp",
     }
     holding = [one for one in scan.holding(remarks, switches.meaning) if matters.get(one.text)]
     return [f"note: {one.place}: {one.name}: {one.text}." for one in holding]
