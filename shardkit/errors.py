@@ -12,6 +12,7 @@
     |   +-- CheckpointUnreachable 3   the store of checkpoints does not answer, which tells nothing about them
     |   +-- StateIncomplete       3   a load failed half-way: the live state is inconsistent until another load succeeds
     +-- ModelError                1   the model cannot be sharded, loaded or described as asked
+    |   +-- ModelUnknown          2   no model has this name or these sizes; also a UsageError
     +-- RankFailure               the exit code of the rank that failed first
     +-- Preempted                75   the run was stopped by a signal, and saved
 
@@ -89,6 +90,10 @@ class StateIncomplete(CheckpointError):
 
 class ModelError(ShardkitError):
     """The model cannot be sharded, loaded or described as asked."""
+
+
+class ModelUnknown(ModelError, UsageError):
+    """No model has this name or these sizes."""
 
 
 class RankFailure(ShardkitError):

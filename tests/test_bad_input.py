@@ -195,8 +195,9 @@ def test_names_with_digits_that_are_no_numbers_are_names(tmp_path):
 
 @pytest.mark.parametrize("sizes", ["layers=1e9,hidden=8,heads=2", "layers=2,hidden=8,heads=2,vocab=1e300"])
 def test_sizes_beyond_any_model_are_refused(sizes):
-    with pytest.raises(ModelError, match="not a whole number from 1 to"):
+    with pytest.raises(ModelError, match="not a whole number from 1 to") as caught:
         describe(f"gpt:{sizes}")
+    assert caught.value.exit_code == EXIT_CONFIG
 
 
 def test_a_file_without_a_count_is_not_written_with_one_for_accelerate():
@@ -234,7 +235,11 @@ def test_a_script_that_python_cannot_read_is_refused_by_migrate_and_told_by_a_sc
 
 @pytest.mark.parametrize(
     ("path", "says"),
-    [("/dev/zero", "cannot be read"), ("nosuch.py", "cannot be read"), ("/", "cannot be read .not a regular file")],
+    [
+        ("/dev/zero", "cannot be read"),
+        ("nosuch.py", "no such file or folder; check the path"),
+        ("/", "cannot be read .not a regular file"),
+    ],
 )
 def test_migrate_reads_regular_files_only(path, says):
     with pytest.raises(UsageError, match=says):
@@ -307,8 +312,9 @@ def test_a_name_that_no_file_can_have_is_refused(tmp_path, name):
 @pytest.mark.parametrize("spec", ["a" * 5000, "a" * 300, "x/" * 3000])
 def test_the_name_of_a_model_may_be_longer_than_paths_are(tmp_path, spec):
     assert sources.has_form(spec + "+", tmp_path) is False
-    with pytest.raises(ModelError):
+    with pytest.raises(ModelError) as caught:
         describe(spec + "+", folder=tmp_path)
+    assert caught.value.exit_code == EXIT_CONFIG
 
 
 @pytest.mark.parametrize("flag", ["--batch-size", "--seq-len", "--per-machine", "--world"])

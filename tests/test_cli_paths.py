@@ -65,10 +65,13 @@ def test_a_part_of_a_checkpoint_names_the_checkpoint(of_one_rank, capsys, monkey
 
 
 def test_the_folder_of_several_runs_names_them(of_one_rank, tmp_path, capsys):
+    (tmp_path / "runs").mkdir()
     for name in ("a", "b"):
-        (tmp_path / name).symlink_to(of_one_rank.parent)
-    text = answer(capsys, "checkpoint", "list", tmp_path, code=3)
-    assert text.endswith(f"give the folder of a run, such as {tmp_path / 'a'}, {tmp_path / 'b'}.\n")
+        (tmp_path / "runs" / name).symlink_to(of_one_rank.parent)
+    for above in (tmp_path / "runs", tmp_path):  # the latter is where a script runs that saves into runs/a
+        text = answer(capsys, "checkpoint", "list", above, code=3)
+        runs = ", ".join(str(tmp_path / "runs" / name) for name in ("a", "b"))
+        assert text.endswith(f"give the folder of a run, such as {runs}.\n")
 
 
 def test_a_launch_that_is_to_resume_from_several_checkpoints_names_one(of_one_rank, tmp_path, capsys, monkeypatch):

@@ -1359,10 +1359,11 @@ def test_scan_finds_schedules_with_the_length_of_a_loader_that_is_prepared_later
         ("lambda step: 1 - step / (args.steps / accelerator.num_processes)", []),
     ],
 )
-def test_scan_finds_the_factor_of_a_schedule_in_a_function_of_the_step(function, lines):
+@pytest.mark.parametrize("made_by", ["torch.optim.lr_scheduler.LambdaLR", "LambdaLR"])
+def test_scan_finds_the_factor_of_a_schedule_in_a_function_of_the_step(made_by, function, lines):
     script = (
         "def decay(step):\n    return 1 - step / (args.steps * accelerator.num_processes)\n\n"
-        f"scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, {function})\n"
+        f"scheduler = {made_by}(optimizer, {function})\n"
     )
     found = scan.scan_text(script, "train.py").remarks
     assert [(one.line, one.name) for one in found] == [(line, "num_processes") for line in lines]
@@ -1388,12 +1389,18 @@ def test_scan_finds_saves_that_only_one_rank_makes(call, is_found):
     assert found == ([script.count("\n")] if is_found else [])
 
 
-def test_a_prepared_schedule_is_told_to_step_once_before_a_run_and_after_a_diff(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "prepares",
+    [
+        "model, lr_scheduler = accelerator.prepare(model, lr_scheduler)",
+        "decay = torch.optim.lr_scheduler.LambdaLR(optimizer, f)\nmodel, decay = accelerator.prepare(model, decay)",
+        "self.decay = OneCycleLR(optimizer, 1e-3, 9)\nself.decay = accelerator.prepare(self.decay)",
+    ],
+)
+def test_a_prepared_schedule_is_told_to_step_once_before_a_run_and_after_a_diff(tmp_path, capsys, prepares):
     """Also where no factor is found: without one Accelerate's scheduler is through sooner."""
     script = tmp_path / "train.py"
-    script.write_text(
-        "from accelerate import Accelerator\nmodel, lr_scheduler = accelerator.prepare(model, lr_scheduler)\n"
-    )
+    script.write_text(f"from accelerate import Accelerator\n{prepares}\n")
     differs = "differs: a prepared scheduler steps once per optimizer step; Accelerate's steps num_processes times"
     assert differs in scan.report(scan.scan_script(str(script)))
     assert run(["migrate", str(script)]) == 0

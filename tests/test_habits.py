@@ -14,6 +14,7 @@ from shardkit.errors import EXIT_CONFIG
     ("command", "meant"),
     [
         ("plan --gpus 8", "--world"),
+        ("plan --cpu", "--device"),
         ("plan --gpu=h100", "--device"),
         ("plan --gradient-accumulation-steps 4", "--set shardkit.gradient_accumulation_steps=VALUE"),
         ("launch --num_gpus 2 train.py", "--num-processes"),

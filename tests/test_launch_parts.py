@@ -327,7 +327,8 @@ def test_the_script_that_was_meant_is_named(tmp_path, monkeypatch):
     (tmp_path / "tools" / "deep").mkdir(parents=True)
     (tmp_path / "tools" / "deep" / "run.py").touch()
     monkeypatch.chdir(tmp_path)
-    assert "did you mean train.py?" in texts(preflight.script_problems("trian.py", False))
+    for typed in ("trian.py", "train"):
+        assert "did you mean train.py?" in texts(preflight.script_problems(typed, False))
     assert "is a folder without __main__.py" in texts(preflight.script_problems("tools", False))
     assert not preflight.script_problems("train.py", False)
     assert not preflight.script_problems("tools.deep.run", True)

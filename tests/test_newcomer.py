@@ -235,6 +235,9 @@ def test_3_gpus_elsewhere_are_asked_for_and_then_something_fits(folder, capsys):
     assert talk_plainly(asked, CPU_ONLY, model=model) == 0
     shown = capsys.readouterr().out
     rows = {line.split()[1]: line for line in shown.splitlines() if line.strip()[:3] in {"1. ", "3. "}}
+    listed = re.findall(r"^( +\d+)\. (.*?) +\d+\.\d GiB of memory", shown, re.MULTILINE)
+    assert len({len(number) for number, _ in listed}) == 1, "names stand below each other"
+    assert [name for _, name in listed] == sorted(name for _, name in listed)
     assert "yes" in rows["FULL_SHARD"] and "NO" in rows["NO_SHARD"]
     assert "of 22.5 GiB (L4 24 GB)" in shown
 
@@ -467,6 +470,8 @@ def test_8_every_shell_gets_a_script(capsys):
             alone = {"bash": "--norc", "zsh": "-f", "fish": "--no-config"}[shell]
             done = subprocess.run([shell, alone, "-c", said], capture_output=True, text=True, timeout=60, check=False)
             assert (done.returncode, done.stderr) == (0, "")
+    assert run(["completion", "bsh"]) == 2
+    assert capsys.readouterr().err == "completion: unknown shell (got 'bsh'); use bash, zsh, fish.\n"
 
 
 @pytest.mark.parametrize(

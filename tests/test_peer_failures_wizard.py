@@ -43,12 +43,12 @@ def test_6a_the_default_number_of_processes_is_the_number_of_gpus(folder):
 
 
 def test_6c_no_choice_can_be_taken_that_would_fail_later(folder, capsys):
-    asked = ["", "", "", "fp16", "no", "HYBRID_SHARD", "1", "", ""]
+    asked = ["", "", "", "fp8", "fp16", "HYBRID_SHARD", "1", "", ""]
     assert talk_plainly(asked, CPU_ONLY) == 0
     shown = capsys.readouterr().out
-    assert "! fp16 is not possible: needs a GPU." in shown
     assert "! HYBRID_SHARD is not possible: needs 2 machines." in shown
-    assert "fp8" not in shown
+    assert "! not among the choices (got 'fp8')" in shown
+    assert saved(folder)["mixed_precision"] == "fp16"
 
 
 def test_6d_a_missing_folder_is_told_before_the_first_question(folder):

@@ -118,13 +118,20 @@ def test_every_machine_of_several_gets_its_command(folder, programs, capsys, add
 
 
 @pytest.mark.slow
-def test_the_slurm_line_finds_machine_0_by_itself(folder, programs, capsys):
+@pytest.mark.parametrize("machines", [1, 2])
+def test_the_slurm_line_finds_machine_0_by_itself(folder, programs, capsys, machines):
     install(programs, "srun", SRUN)
-    assert talk_plainly(["", "SLURM", "2", "", "", "CPU", "1", "", "", "", "save"], CPU_ONLY) == 0
-    launches, _, again = printed(capsys)
-    [told] = run_all(launches, folder, programs, SHARDKIT_SET_MAIN_PROCESS_PORT=str(free_port()))
+    install(programs, "sbatch", "#!/bin/sh\necho queued $(grep -c 'srun --kill' $1)\n")
+    each = str(2 // machines)
+    asked = ["", "SLURM", str(machines), *["", ""][: 2 * (machines - 1)], "CPU", each, "", "", "", "save"]
+    assert talk_plainly(asked, CPU_ONLY) == 0
+    shown = capsys.readouterr().out.partition("Saved ")[2]
+    [run, queue, _, again] = commands_in(shown)
+    assert run.startswith("srun ") and queue.startswith("shardkit submit ")
+    [told] = run_all([run], folder, programs, SHARDKIT_SET_MAIN_PROCESS_PORT=str(free_port()))
     assert "rank 0 of 2" in told and "rank 1 of 2" in told
-    run_all(again, folder, programs)
+    assert "queued 1" in run_all([queue], folder, programs)[0]
+    run_all([again], folder, programs)
 
 
 @pytest.mark.slow

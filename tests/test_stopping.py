@@ -193,7 +193,7 @@ def test_a_resumed_run_that_saves_nothing_new_says_so(tmp_path, capsys, steps):
 @pytest.mark.parametrize(
     ("count", "resume", "is_told"), [("1", "never", True), ("0", "never", False), ("1", "auto", False)]
 )
-def test_a_restart_by_torchrun_that_begins_again_beside_checkpoints_says_so(
+def test_a_run_or_a_restart_by_torchrun_that_begins_again_beside_checkpoints_says_so(
     tmp_path, monkeypatch, capsys, count, resume, is_told
 ):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
@@ -203,7 +203,10 @@ def test_a_restart_by_torchrun_that_begins_again_beside_checkpoints_says_so(
         accelerator = Accelerator(config=settings, project_config=project)
         accelerator.prepare(torch.nn.Linear(2, 2))
         assert accelerator.resume() == (is_second and resume == "auto")
-        assert ("this is a restart" in capsys.readouterr().err) == (is_second and is_told)
+        told = capsys.readouterr().err
+        assert ("this is a restart" in told) == (is_second and is_told)
+        is_replaced = is_second and count == "0"
+        assert ("its checkpoints will take the place of those" in told) == is_replaced
         if not is_second:
             accelerator.save_state()
         accelerator.end_training()

@@ -79,11 +79,12 @@ def test_arrows_and_first_letters_choose_too(folder):
 
 
 @pytest.mark.slow
-def test_on_a_cpu_it_offers_two_processes_and_no_fp16(folder):
-    assert talk(ENTER * 3 + "2" + ENTER * 4, CPU_ONLY) == 0
+@pytest.mark.parametrize(("choice", "precision"), [("", "no"), ("2", "fp16")])
+def test_on_a_cpu_it_offers_two_processes_and_fp32(folder, choice, precision):
+    assert talk(ENTER * 3 + choice + ENTER * 4, CPU_ONLY) == 0
     assert saved(folder)["use_cpu"] is True
     assert saved(folder)["num_processes"] == 2
-    assert saved(folder)["mixed_precision"] == "no"
+    assert saved(folder)["mixed_precision"] == precision
 
 
 def test_gpus_without_bf16_get_fp16(folder):

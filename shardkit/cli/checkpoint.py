@@ -62,8 +62,10 @@ Series = Annotated[
     Any,
     typer.Argument(parser=_named, metavar="DIR", help="A folder of checkpoints, or a project folder; or its URL."),
 ]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="fp32, bf16, fp16 or fp64; by default as saved.")]
-ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest file, such as 5GB or 500MB.")]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16, fp16 or fp64; by default as saved.")
+]
+ShardSize = Annotated[str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file, such as 5GB or 500MB.")]
 
 
 @app.callback()
@@ -73,7 +75,7 @@ def checkpoint() -> None:
 
 @app.command("list")
 def list_(path: Series = Path(), as_json: options.AsJson = False) -> int:
-    """List the checkpoints of a run, oldest first: step, date, size, and whether all their files exist."""
+    """List the checkpoints of a run, oldest first. Shows step, date, size, and whether all their files exist."""
     from shardkit.checkpoint.files import folder, paths
     from shardkit.checkpoint.loading import locate
 
@@ -125,7 +127,7 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="Every tensor: dtype, shape, placement.")] = False,
     as_json: options.AsJson = False,
 ) -> int:
-    """Show the contents of a checkpoint: step, ranks, sizes, versions, and with --tensors every tensor."""
+    """Show the contents of a checkpoint. These are step, ranks, sizes, versions, and with --tensors every tensor."""
     from shardkit.checkpoint.loading import locate
 
     found = locate.checkpoint(path)
@@ -178,7 +180,7 @@ def _tensors(found: "Checkpoint") -> dict[str, dict[str, Any]]:
 
 @app.command()
 def verify(path: Each = Path(), as_json: options.AsJson = False) -> int:
-    """Verify the digests of a checkpoint, or of all checkpoints in a folder. Exit code 3 if one is damaged.
+    """Verify the digests of a checkpoint, or of all in a folder. Exit code 3 if one is damaged.
 
     Those that a run deletes meanwhile are left out.
     """
@@ -214,7 +216,7 @@ def _damages(path: Place) -> tuple[list[str], int]:
 
 @app.command()
 def diff(first: Where, second: Where, as_json: options.AsJson = False) -> int:
-    """Show the differences between two checkpoints, saved on any numbers of ranks. Exit code 1 if the states differ.
+    """Show the differences between two checkpoints. Exit code 1 if the states differ.
 
     Both are verified first. Exit code 3 if one is damaged.
     """
@@ -243,7 +245,7 @@ def merge(
     max_shard_size: ShardSize = "5GB",
     as_json: options.AsJson = False,
 ) -> int:
-    """Export the model of a checkpoint as safetensors files for torch and Transformers. Verifies the digests."""
+    """Export the model of a checkpoint as safetensors files. torch and Transformers open them. Verifies the digests."""
     from shardkit.checkpoint.commands.merge import merge as merge_into
     from shardkit.checkpoint.commands.merge import model_bytes, models_before, of_hooks, values_left_out
     from shardkit.checkpoint.exporting import export
@@ -359,14 +361,15 @@ def convert(
     model: Annotated[
         str | None,
         typer.Option(
+            metavar="MODEL",
             help="Names for the optimizers of a DDP checkpoint: a config.json, or module:function, which returns the "
-            "model, or all models and optimizers."
+            "model, or all models and optimizers.",
         ),
     ] = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Skip optimizer and scheduler.")] = False,
     as_json: options.AsJson = False,
 ) -> int:
-    """Convert another program's checkpoint to a shardkit checkpoint, for load_state and resume."""
+    """Convert another program's checkpoint to one of shardkit. load_state and resume then load it."""
     from shardkit.checkpoint.commands.convert import convert as convert_into
     from shardkit.model.sources import describe_prepared
 

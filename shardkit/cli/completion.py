@@ -5,13 +5,16 @@ The script contains all completions, so that pressing Tab does not start Python.
 
 from collections.abc import Iterable, Iterator
 from importlib import import_module
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
 from shardkit.cli import HELP
+from shardkit.errors import UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
+
+SHELLS = ("bash", "zsh", "fish")
 
 _BASH = """\
 _shardkit() {
@@ -37,9 +40,11 @@ autoload -U +X bashcompinit && bashcompinit
 
 @app.command()
 def completion(
-    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="bash, zsh or fish.")],
+    shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")],
 ) -> int:
     """Print the completion script for a shell. bash and zsh: eval "$(shardkit completion bash)"; fish: source it."""
+    if shell not in SHELLS:
+        raise UsageError(f"completion: unknown shell (got {shell!r}); use {', '.join(SHELLS)}.")
     print(_fish() if shell == "fish" else (_ZSH if shell == "zsh" else "") + _bash(), end="")
     return 0
 
@@ -55,7 +60,7 @@ def _commands() -> dict[tuple[str, ...], list[str]]:
         for name, one in inner.items():
             found[verb, name] = _flags(one)
         found[verb,] = [*inner, *_flags(command)]
-    found["completion",] += ["bash", "zsh", "fish"]
+    found["completion",] += SHELLS
     found["help",] = list(VERBS)
     return found
 

@@ -29,7 +29,9 @@ def config(
     source: Annotated[
         Path | None, typer.Option("--from", help="Start from a file of shardkit, Accelerate or NeMo.", **options.PATH)
     ] = None,
-    template: Annotated[str | None, typer.Option("--template", help="Start from a template, by name or path.")] = None,
+    template: Annotated[
+        str | None, typer.Option("--template", metavar="NAME", help="Start from a template, by name or path.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file to write; default: ./shardkit.yaml.", **options.PATH)
     ] = None,
@@ -41,7 +43,8 @@ def config(
     ] = False,
     user: Annotated[bool, typer.Option("--user", help="Save as the user's file for all projects.")] = False,
     model: Annotated[
-        str | None, typer.Option("--model", help="module:function, config.json, .safetensors, or llama-3.1-8b.")
+        str | None,
+        typer.Option("--model", metavar="MODEL", help="module:function, config.json, .safetensors, or llama-3.1-8b."),
     ] = None,
 ) -> int:
     """Create a shardkit.yaml by answering a few questions; with --defaults, --set, --template or --from from flags."""
@@ -107,7 +110,13 @@ def validate(
 
 @app.command()
 def show(
-    key: Annotated[str | None, typer.Argument(help="One setting or block; default: all.")] = None,
+    key: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="KEY",
+            help="One setting or block, like fsdp_config; default: all, without defaults below shardkit.",
+        ),
+    ] = None,
     file: Annotated[
         Path | None, typer.Option("--config", help="The file; default: the one that launch would use.", **options.PATH)
     ] = None,
@@ -118,7 +127,7 @@ def show(
         Path | None, typer.Option("--diff", help="Show only differences from another file.", **options.PATH)
     ] = None,
 ) -> int:
-    """Show the configuration of a launch in this folder: flags, then environment, then file, then defaults."""
+    """Show the settings of a launch in this folder. Flags come first, then environment, file and defaults."""
     from pydantic_core import to_jsonable_python
 
     from shardkit.config.files import read, resolve
@@ -161,7 +170,9 @@ def convert(
     file: Annotated[
         Path, typer.Argument(help="A file of Accelerate or NeMo; with --to, a shardkit.yaml.", **options.PATH)
     ],
-    to: Annotated[str | None, typer.Option("--to", help="accelerate: write a file for Accelerate.")] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="TOOL", help="accelerate: write a file for Accelerate.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file to write; default: print.", **options.PATH)
     ] = None,
@@ -190,7 +201,7 @@ def convert(
 
 @app.command()
 def schema() -> int:
-    """Print the JSON Schema of shardkit.yaml, for completion and validation in editors."""
+    """Print the JSON Schema of shardkit.yaml. Editors complete and validate the file with it."""
     from shardkit.config.json_schema import json_schema
 
     print(json.dumps(json_schema(), indent=2))

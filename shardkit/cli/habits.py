@@ -9,7 +9,7 @@ _OF_A_RUN = {"--num-processes": (*_RANKS, "processes"), "--mixed-precision": ("p
 HABITS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "plan": {
         "--world": (*_RANKS, "num-processes", "processes", "n"),
-        "--device": ("gpu", "gpu-type", "device-type", "hardware", "accelerator"),
+        "--device": ("cpu", "gpu", "gpu-type", "device-type", "hardware", "accelerator"),
         "--memory": ("gpu-memory", "device-memory", "mem", "vram"),
         "--per-machine": ("gpus-per-node", "gpus-per-machine", "nproc-per-node", "per-node"),
         "--batch-size": ("bs", "micro-batch", "micro-batch-size", "per-device-train-batch-size"),

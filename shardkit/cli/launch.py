@@ -49,10 +49,12 @@ def launch(
     settings: options.Settings = None,
     resume: options.Resume = None,
     restarts: options.Restarts = None,
-    logs: Annotated[str | None, typer.Option("--logs", metavar="DIR", help="Folder for every rank's output.")] = None,
+    logs: Annotated[
+        str | None, typer.Option("--logs", metavar="DIR", help="Folder for every rank's output; default: runs/DATE.")
+    ] = None,
     show: options.Show = None,
     start_by: Annotated[
-        str | None, typer.Option("--start", metavar="HOW", help="fork, exec or auto: how ranks start.")
+        str | None, typer.Option("--start", metavar="HOW", help="How ranks start: fork, exec, or auto (default).")
     ] = None,
     no_prefix: options.NoPrefix = False,
     measure: options.Measure = False,
@@ -68,7 +70,8 @@ def launch(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run; start nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: as JSON.")] = False,
 ) -> None:
-    """Start SCRIPT on several ranks. Arguments after the script are passed to it."""
+    """Start SCRIPT on several ranks. Arguments after the script are passed to it; options before it override the
+    file."""
     from shardkit.config.command import settings_from
     from shardkit.launch import flags
 

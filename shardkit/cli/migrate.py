@@ -13,7 +13,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=
 @app.command(context_settings=HELP)
 def migrate(
     given: Annotated[
-        list[Path], typer.Argument(metavar="SCRIPT...", help="Python files, or folders of them.", show_default=False)
+        list[Path], typer.Argument(metavar="SCRIPT", help="Python files, or folders of them.", show_default=False)
     ],
     write: Annotated[bool, typer.Option("--write", help="Change the files.")] = False,
 ) -> None:

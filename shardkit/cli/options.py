@@ -20,8 +20,8 @@ def path_of(given: str | Path) -> Path:
 PATH: Any = {"parser": path_of, "metavar": "PATH"}
 """For typer: a file or folder."""
 
-Script = Annotated[list[str] | None, typer.Argument(metavar="SCRIPT ARGUMENTS", show_default=False)]
-Module = Annotated[str | None, typer.Option("-m", "--module", help="Run a module instead of a script.")]
+Script = Annotated[list[str] | None, typer.Argument(metavar="SCRIPT ARGUMENTS", show_default=False, hidden=True)]
+Module = Annotated[str | None, typer.Option("-m", "--module", metavar="NAME", help="Run a module instead of a script.")]
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", help="The YAML file; default: shardkit.yaml here or in a parent folder.", **PATH),
@@ -30,31 +30,47 @@ Processes = Annotated[
     str | None, typer.Option("-n", "--num-processes", metavar="N", help="Total number of ranks, on all machines.")
 ]
 MachinesOrRange = Annotated[
-    str | None, typer.Option("--num-machines", metavar="N", help="Number of machines; MIN:MAX: elastic.")
+    str | None, typer.Option("--num-machines", metavar="N", help="Number of machines; default: 1. MIN:MAX: elastic.")
 ]
-Machines = Annotated[str | None, typer.Option("--num-machines", metavar="N", help="Number of machines.")]
-MachineRank = Annotated[str | None, typer.Option("--machine-rank", metavar="N", help="This machine's number, from 0.")]
+Machines = Annotated[str | None, typer.Option("--num-machines", metavar="N", help="Number of machines; default: 1.")]
+MachineRank = Annotated[
+    str | None, typer.Option("--machine-rank", metavar="N", help="This machine's number, from 0 (default).")
+]
 Main = Annotated[str | None, typer.Option("--main", metavar="HOST:PORT", help="Address of machine 0.")]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Run on the CPU.")]
 MixedPrecision = Annotated[
     str | None, typer.Option("--mixed-precision", metavar="DTYPE", help="no, fp16, bf16, fp8 or mxfp8.")
 ]
 Fsdp = Annotated[
-    str | None, typer.Option("--fsdp", help='FSDP options in the Trainer\'s syntax: "full shard auto_wrap".')
+    str | None,
+    typer.Option("--fsdp", metavar="WORDS", help='FSDP options in the Trainer\'s syntax: "full shard auto_wrap".'),
 ]
 FsdpConfig = Annotated[
     Path | None,
     typer.Option("--fsdp-config", help="JSON or YAML file with FSDP settings in the Trainer's syntax.", **PATH),
 ]
 Resume = Annotated[
-    str | None, typer.Option("--resume", help="auto (the newest valid checkpoint), or the path or URL of one.")
+    str | None,
+    typer.Option(
+        "--resume", metavar="WHICH", help="auto (the newest valid checkpoint), never (default), or one's path or URL."
+    ),
+]
+ResumeOfJob = Annotated[
+    str | None,
+    typer.Option(
+        "--resume", metavar="WHICH", help="auto (the newest valid checkpoint; default), or the path or URL of one."
+    ),
 ]
 Restarts = Annotated[
     str | None,
-    typer.Option("--restarts", metavar="N", help="How often to restart after a failure, from the newest checkpoint."),
+    typer.Option(
+        "--restarts",
+        metavar="N",
+        help="How often to restart after a failure, from the newest checkpoint; default: 0.",
+    ),
 ]
 Show = Annotated[
-    str | None, typer.Option("--show", metavar="RANKS", help="Whose output to show: all, or ranks like 0,1.")
+    str | None, typer.Option("--show", metavar="RANKS", help="Whose output to show: all (default), or ranks like 0,1.")
 ]
 NoPrefix = Annotated[bool, typer.Option("--no-prefix", help="Show lines without their rank.")]
 Measure = Annotated[bool, typer.Option("--measure", help="Record the peak memory of each rank.")]

@@ -24,7 +24,8 @@ def plan(
     model: Annotated[
         str | None,
         typer.Option(
-            help="module:function, config.json, .safetensors, llama-3.1-8b, gpt-175b, gpt:layers=..,hidden=.."
+            metavar="MODEL",
+            help="module:function, config.json, .safetensors, llama-3.1-8b, gpt-175b, gpt:layers=..,hidden=..",
         ),
     ] = None,
     world: Annotated[
@@ -36,22 +37,28 @@ def plan(
     device: Annotated[
         str | None,
         typer.Option(
-            help="a100-40, a100-80, h100-80, h100-96, h200, b200, gb200, l4, 4090, tpu-v5p, ..., cpu, or 80GiB."
+            metavar="DEVICE",
+            help="a100-40, a100-80, h100-80, h100-96, h200, b200, gb200, l4, 4090, tpu-v5p, ..., cpu, or 80GiB; "
+            "default: this machine's GPU, or h100-80.",
         ),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Memory of one device if it differs from the table: 94GiB.")
+        str | None, typer.Option(metavar="SIZE", help="Memory of one device if it differs from the table: 94GiB.")
     ] = None,
     network: Annotated[
-        str | None, typer.Option(metavar="N", help="Total Gb/s of one machine's network adapters.")
+        str | None,
+        typer.Option(metavar="N", help="Total Gb/s of one machine's network adapters; default: the device's usual."),
     ] = None,
     batch_size: Annotated[str | None, typer.Option(metavar="N", help="Sequences per micro-batch and rank.")] = None,
     seq_len: Annotated[
         str | None, typer.Option(metavar="N", help="Tokens per sequence; by default the model's maximum.")
     ] = None,
-    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd, momentum, adafactor, ...")] = "adamw",
+    optimizer: Annotated[
+        str, typer.Option(metavar="NAME", help="adamw, adam, sgd, momentum, adafactor, ...")
+    ] = "adamw",
     strategy: Annotated[
-        str | None, typer.Option(help="1 to 5 or a name; by default from the file. With --simulate also: all.")
+        str | None,
+        typer.Option(metavar="WHICH", help="1 to 5 or a name; by default from the file. With --simulate also: all."),
     ] = None,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Simulate one training step on fake tensors; needs no GPU.")
@@ -61,17 +68,24 @@ def plan(
         typer.Option("--exact", help="Simulate every layer, and report the memory that CUDA's allocator reserves."),
     ] = False,
     batch: Annotated[
-        str | None, typer.Option(help="For --simulate: module:function that returns one micro-batch.")
+        str | None,
+        typer.Option(metavar="FUNCTION", help="For --simulate: module:function that returns one micro-batch."),
     ] = None,
     closed_form: Annotated[bool, typer.Option("--closed-form", help="By formula only (default).")] = False,
     loss: Annotated[
         str,
-        typer.Option(help="Logits at the loss: held by the script, dropped before backward, or fused (chunked) loss."),
+        typer.Option(
+            metavar="HOW",
+            help="Logits at the loss: held by the script, dropped before backward, or fused (chunked) loss.",
+        ),
     ] = "held",
     ema: Annotated[
-        str, typer.Option(help="Weight averages (EMA) in the script: no, trained (parameters, fp32), model (a copy).")
+        str,
+        typer.Option(
+            metavar="WHICH", help="Weight averages (EMA) in the script: no, trained (parameters, fp32), model (a copy)."
+        ),
     ] = "no",
-    find: Annotated[str | None, typer.Option(help="max-batch, min-gpus or strategy.")] = None,
+    find: Annotated[str | None, typer.Option(metavar="WHAT", help="max-batch, min-gpus or strategy.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a chart: FILE.svg, .html or .png.", **options.PATH)] = None,
     measured: Annotated[
         Path | None,

@@ -31,21 +31,31 @@ def submit(
     fsdp: options.Fsdp = None,
     fsdp_config: options.FsdpConfig = None,
     settings: options.Settings = None,
-    resume: options.Resume = None,
+    resume: options.ResumeOfJob = None,
     restarts: options.Restarts = None,
     show: options.Show = None,
     no_prefix: options.NoPrefix = False,
     measure: options.Measure = False,
     as_accelerate: options.AsAccelerate = False,
     accelerates_meaning: options.AcceleratesMeaning = None,
-    name: Annotated[str | None, typer.Option(help="Name of the job; default: that of the script.")] = None,
-    time: Annotated[str | None, typer.Option(help="Time limit: 4h, 90m, 1d12h or 1-12:00:00.")] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the job; default: that of the script.")
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="Time limit: 4h, 90m, 1d12h or 1-12:00:00.")
+    ] = None,
     cpus: Annotated[
         str | None, typer.Option(metavar="N", help="Cores per machine; default: 8 per GPU, or 1 per rank on the CPU.")
     ] = None,
-    memory: Annotated[str | None, typer.Option(help="Host memory of each machine, e.g. 500GiB.")] = None,
-    device: Annotated[str | None, typer.Option(help="GPU type, by its name in shardkit plan: h100-80.")] = None,
-    image: Annotated[str | None, typer.Option(help="Container image with the script and shardkit.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Host memory of each machine, e.g. 500GiB.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="GPU type, by its name in shardkit plan: h100-80.")
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option(metavar="NAME:TAG", help="Container image with the script and shardkit.")
+    ] = None,
     volume: Annotated[
         list[str] | None,
         typer.Option(metavar="SOURCE:FOLDER", help="Storage for checkpoints: CLAIM:/data, or s3://bucket:/data."),
@@ -56,12 +66,14 @@ def submit(
     ] = None,
     hosts: Annotated[Path | None, typer.Option(help="For ssh: a file with one host per line.", **options.PATH)] = None,
     ssh: Annotated[
-        str | None, typer.Option(help="For ssh: the ssh program with its options; default: `ssh -tt ...`.")
+        str | None,
+        typer.Option(metavar="COMMAND", help="For ssh: the ssh program with its options; default: `ssh -tt ...`."),
     ] = None,
     program: Annotated[
         str | None,
         typer.Option(
-            help="Command that starts shardkit on a machine; default: shardkit, or this Python with its shardkit."
+            metavar="COMMAND",
+            help="Command that starts shardkit on a machine; default: shardkit, or this Python with its shardkit.",
         ),
     ] = None,
     option: Annotated[
@@ -69,7 +81,8 @@ def submit(
         typer.Option("--option", metavar="KEY=VALUE", help="An option of the engine: partition=gpu, namespace=team..."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Model to plan for, as in shardkit plan; default: the one in the file.")
+        str | None,
+        typer.Option(metavar="MODEL", help="Model to plan for, as in shardkit plan; default: the one in the file."),
     ] = None,
     batch_size: Annotated[
         str | None, typer.Option(metavar="N", help="For the plan: sequences in a micro-batch.")
@@ -86,7 +99,8 @@ def submit(
     check: Annotated[bool, typer.Option("--check", help="Validate the job for the engine; start nothing.")] = False,
     start: Annotated[bool, typer.Option("--submit", help="Start the job with the engine's program.")] = False,
 ) -> int:
-    """Make a job for a scheduler that runs SCRIPT. Arguments after the script are passed to it."""
+    """Make a job for a scheduler that runs SCRIPT. Arguments after the script are passed to it; options before it
+    override the file."""
     from shardkit.cli.config import target_problem, write_target
     from shardkit.config.command import settings_from
     from shardkit.launch import flags

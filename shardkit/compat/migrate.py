@@ -106,7 +106,9 @@ def _mentions_accelerate(path: Path) -> bool:
 def source(path: Path) -> str:
     """The text of a script, with its line ends as they are. Raises UsageError where it cannot be read."""
     try:
-        if not path.is_file() and path.exists():
+        if not path.exists():
+            raise UsageError(f"migrate: {path}: no such file or folder; check the path.")
+        if not path.is_file():
             raise OSError("not a regular file")
         return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:

@@ -135,7 +135,9 @@ def _add(where: list[Named], one: Named) -> None:
 
 def _members(found: Found, tree: ast.Module, file: str, bound: Bindings) -> None:
     """Find the members of Accelerator that are used, and the arguments of its constructor."""
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    schedules = _schedules(nodes)
+    for node in nodes:
         if isinstance(node, ast.Attribute) and bound.is_accelerator(node.value):
             if node.attr in MEMBERS and (text := MEMBERS[node.attr]).startswith("refused"):
                 _add(found.refused, Named(file, node.lineno, f"Accelerator.{node.attr}", text.partition(": ")[2]))
@@ -144,7 +146,7 @@ def _members(found: Found, tree: ast.Module, file: str, bound: Bindings) -> None
         elif isinstance(node, ast.Call) and bound.is_class(node.func):
             for keyword in node.keywords:
                 _argument(found, file, keyword)
-        elif isinstance(node, ast.Call) and _is_prepare(node.func, bound) and any(map(_is_schedule, node.args)):
+        elif isinstance(node, ast.Call) and _is_prepare(node.func, bound) and schedules & _names(node.args):
             _add(found.stands_in, Named(file, node.lineno, "Accelerator.prepare_scheduler"))
 
 
@@ -183,7 +185,7 @@ def _lengths_before_prepare(nodes: list[ast.AST], bound: Bindings) -> Iterator[t
     for node in nodes:
         if isinstance(node, ast.Call) and _is_prepare(node.func, bound):
             prepared.update({".".join(dotted(given)): node.lineno for given in node.args})
-    if not any("sched" in name.lower() for name in prepared):
+    if not _schedules(nodes) & {*prepared}:
         return
     values = [*_of_schedules(nodes), *(node.value for node in nodes if isinstance(node, ast.Assign))]
     for node in (each for value in values for each in ast.walk(value)):
@@ -197,8 +199,28 @@ def _is_prepare(node: ast.expr, bound: Bindings) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "prepare" and bound.is_accelerator(node.value)
 
 
+_OF_TORCH = ("LR", "CosineAnnealingWarmRestarts", "ReduceLROnPlateau")
+"""How the names of torch's schedules end that have no `sched` in them, imported without their module."""
+
+
 def _is_schedule(node: ast.expr) -> bool:
-    return "sched" in ".".join(dotted(node)).lower()
+    name = ".".join(dotted(node))
+    return "sched" in name.lower() or name.endswith(_OF_TORCH)
+
+
+def _schedules(nodes: Iterable[ast.AST]) -> set[str]:
+    """The names of schedules: by the name itself, or by the call that makes it."""
+    found = set[str]()
+    for node in nodes:
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            found |= {name for name in _names([node]) if "sched" in name.lower()}
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _is_schedule(node.value.func):
+            found |= _names(node.targets)
+    return found
+
+
+def _names(nodes: Iterable[ast.expr]) -> set[str]:
+    return {".".join(dotted(node)) for node in nodes} - {""}
 
 
 def _of_schedules(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:

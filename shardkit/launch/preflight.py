@@ -336,7 +336,7 @@ def _problem_of_content(path: Path) -> str | None:
 def _unknown_module(name: str) -> str:
     if Path(name).is_file():
         return f"launch: -m needs the name of a module (got the file {name}); leave out -m, or name it with dots."
-    return f"launch: module {name} was not found; check its name."
+    return f"launch: module {name} was not found; check its name, or install it."
 
 
 def _module_exists(name: str) -> bool:
@@ -360,7 +360,7 @@ def _near(path: Path) -> str:
     if folder is None:
         return f"the folder {path.parent} does not exist either."
     names = [entry.name for entry in folder.glob("*.py")]
-    near = get_close_matches(path.name, names, 1, cutoff=0.8)
+    near = [name for name in names if name == f"{path.name}.py"] or get_close_matches(path.name, names, 1, cutoff=0.8)
     return f"did you mean {folder / near[0]}?" if near else "check the path."
 
 

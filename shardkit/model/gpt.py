@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shardkit.config.schema import read_bool, read_count
-from shardkit.errors import ModelError
+from shardkit.errors import ModelUnknown
 from shardkit.model.describe import TransformerFacts
 from shardkit.model.tree import ModuleNode, Parameter
 
@@ -25,7 +25,7 @@ class GptShape:
 
 
 def parse(text: str) -> GptShape:
-    """The shape in `layers=2,hidden=64,heads=4[,vocab=..][,seq=..][,tied=true]`; raises ModelError with all
+    """The shape in `layers=2,hidden=64,heads=4[,vocab=..][,seq=..][,tied=true]`; raises ModelUnknown with all
     problems."""
     known = {field.name for field in fields(GptShape)}
     values: dict[str, Any] = {}
@@ -45,7 +45,7 @@ def parse(text: str) -> GptShape:
     if not problems and values["hidden"] % values["heads"]:
         problems.append(f"hidden: not a multiple of heads (got {values['hidden']} and {values['heads']})")
     if problems:
-        raise ModelError(
+        raise ModelUnknown(
             f"--model gpt:{text}: {'; '.join(problems)}; "
             "write gpt:layers=96,hidden=12288,heads=96[,vocab=50257][,seq=2048][,tied=true]."
         )

@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from shardkit.errors import ModelError
+from shardkit.errors import ModelError, ModelUnknown
 from shardkit.model import child, gpt, open_models, weights
 from shardkit.model.builtin import BUILTIN
 from shardkit.model.describe import ModelDescription, from_json
@@ -42,7 +42,7 @@ def describe(spec: str, timeout_s: float = 180.0, folder: Path | None = None) ->
         case "weights":
             return weights.describe(spec, folder / spec)
         case None:
-            raise ModelError(_unknown(spec, folder / spec))
+            raise ModelUnknown(_unknown(spec, folder / spec))
         case kind:
             return _described(kind, spec, timeout_s, folder)
 

@@ -39,11 +39,14 @@ def _launches(s: Situation, path: Path) -> list[tuple[str, str]]:
     def launch(*flags: str) -> str:
         return " ".join(["shardkit", f"launch{config_flag(path)}", *flags, script])
 
-    if s.machines == 1 and not pod(s):
-        return [("Run it", launch())]
     if s.where == SLURM:
         gpus = [] if s.on_cpu else [f"--gpus-per-node={s.per_machine}"]
-        return [("Run it", " ".join(["srun", f"--nodes={s.machines}", "--ntasks-per-node=1", *gpus, launch()]))]
+        return [
+            ("Run it", " ".join(["srun", f"--nodes={s.machines}", "--ntasks-per-node=1", *gpus, launch()])),
+            ("Queue it", f"shardkit submit{config_flag(path)} --to slurm --submit {script}"),
+        ]
+    if s.machines == 1 and not pod(s):
+        return [("Run it", launch())]
     main = [] if s.answers.get("address") or s.machines == 1 else ["--main HOST"]
     if pod(s):
         is_named = s.answers.get("tpu_name") or s.answers.get("tpu_vm")

@@ -39,7 +39,7 @@ def use_cpu(s: Situation) -> Default:
 
 def processes_per_machine(s: Situation) -> Default:
     if s.on_tpu:
-        return Default(8, "a TPU machine has 4 or 8 cores")
+        return Default(8, "one for each TPU device; a machine has 1, 4 or 8")
     if s.on_cpu:
         return Default(min(2, s.hardware.cores), "enough to test distributed training")
     if s.gpus and s.where != ELSEWHERE:

@@ -55,7 +55,8 @@ def gpus(s: Situation) -> Sequence[Option]:
     """The devices known to `shardkit plan`, and others by their memory."""
     known = {key: device for key, device in devices.DEVICES.items() if key.split("-")[0] not in {"cpu", "tpu"}}
     listed = [
-        Option(key, device.name, f"{in_words(device.memory_bytes or 0)} of memory") for key, device in known.items()
+        Option(key, device.name, f"{in_words(device.memory_bytes or 0)} of memory")
+        for key, device in sorted(known.items(), key=lambda item: item[1].name)
     ]
     return (
         *listed,
@@ -66,7 +67,8 @@ def gpus(s: Situation) -> Sequence[Option]:
 
 def precision(s: Situation) -> Sequence[Option]:
     said = s.base.mixed_precision if s.has_base and runs_on_cpu(s.base) == s.on_cpu else ""
-    reason = "needs a GPU" if (s.on_cpu or s.on_tpu) and said != "fp16" else ""
+    reason = "TPUs compute in bf16" if s.on_tpu and said != "fp16" else ""
+    use = "slow on a CPU" if s.on_cpu else "for GPUs without bf16"
     old = gpu_without_bf16(s)
     no_bf16 = f"{old} does not support it" if old and not s.on_cpu and said != "bf16" else ""
     eight_bits = [
@@ -74,7 +76,7 @@ def precision(s: Situation) -> Sequence[Option]:
     ]
     return (
         Option("bf16", "bf16", "same range as fp32, no loss scaling", disabled=no_bf16),
-        Option("fp16", "fp16", "for GPUs without bf16; the loss is scaled for you", disabled=reason),
+        Option("fp16", "fp16", f"{use}; the loss is scaled for you", disabled=reason),
         Option("no", "no", "fp32 throughout: most memory, slowest"),
         *eight_bits,
     )
@@ -139,13 +141,11 @@ def class_options(s: Situation) -> Sequence[Option]:
 
 
 def reduce_dtypes(s: Situation) -> Sequence[Option]:
-    said = s.has_base and s.base.shardkit.precision.reduce_dtype == "fp16"
-    reason = "needs a GPU" if s.on_cpu and not said else ""
     return (
         Option(None, "default", "fp32"),
         Option("fp32", "fp32", "the default, written explicitly"),
         Option("bf16", "bf16", "half the traffic, less exact"),
-        Option("fp16", "fp16", "half the traffic; can overflow", disabled=reason),
+        Option("fp16", "fp16", "half the traffic; can overflow"),
     )
 
 

@@ -143,10 +143,10 @@ class PlainPrompter:
                 self.say(f"  {line}")
 
     def _list(self, options: Sequence[Option], mark: Callable[[Option], str]) -> None:
-        width = label_width(options)
+        width, digits = label_width(options), len(str(len(options)))
         for number, option in enumerate(options, start=1):
             reason = f"(not possible: {option.disabled})" if option.disabled else mark(option)
-            self.say(f"  {number}. {option_line(option, width)} {reason}".rstrip())
+            self.say(f"  {number:>{digits}}. {option_line(option, width)} {reason}".rstrip())
 
     def _read(self, prompt: Prompt, caret: str, default: str) -> str:
         while True:

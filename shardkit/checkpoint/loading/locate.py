@@ -74,8 +74,11 @@ def _checkpoint_around(path: Place) -> Path | None:
 
 
 def _runs_in(path: Place, most: int = 3) -> list[str]:
-    """Some project folders in this one."""
-    found = [] if isinstance(path, Url) else sorted({steps.parents[1] for steps in path.glob(f"*/{SERIES}/step-*")})
+    """Some project folders in this one, or in its folders: `runs/gpt`."""
+    if isinstance(path, Url):
+        return []
+    steps = [*path.glob(f"*/{SERIES}/step-*"), *path.glob(f"*/*/{SERIES}/step-*")]
+    found = sorted({step.parents[1] for step in steps})
     return [str(run) for run in found[:most]]
 
 

@@ -105,7 +105,7 @@ def resume(run: Run, data_position: bool = True, strict: bool = True) -> bool:
     """Restores the checkpoint that the configuration selects; returns whether it did. Collective."""
     wanted = run.config.shardkit.checkpoint.resume
     if wanted == "never":
-        _warn_of_another_attempt(run)
+        _warn_of_what_is_there(run)
         return False
     from shardkit.runtime.checkpoints import loading, saving
 
@@ -123,19 +123,26 @@ def resume(run: Run, data_position: bool = True, strict: bool = True) -> bool:
     return found
 
 
-def _warn_of_another_attempt(run: Run) -> None:
-    """Of a run that does not resume, on rank 0: a warning where torchrun has restarted it and checkpoints are there."""
-    attempt = env.get("TORCHELASTIC_RESTART_COUNT")
-    if attempt in (None, "", "0") or not run.process.is_main or not names_checkpoints(run):
+def _warn_of_what_is_there(run: Run) -> None:
+    """On rank 0, of a run that does not resume: a warning where its folder has checkpoints, which its own replace."""
+    if not run.process.is_main or not names_checkpoints(run):
         return
     from shardkit.runtime.checkpoints import saving
 
     with suppress(ShardkitError, OSError):
-        if found := folder.steps(saving.root_of(run)):
+        found = folder.steps(saving.root_of(run))
+        attempt = env.get("TORCHELASTIC_RESTART_COUNT")
+        if found and attempt not in (None, "", "0"):
             log.warning(
                 "checkpoint.resume: this is a restart (TORCHELASTIC_RESTART_COUNT=%s) that trains from the start, "
                 "though there is %s; set shardkit.checkpoint.resume: auto, with which it goes on from there.",
                 *(attempt, found[0].path),
+            )
+        elif found:
+            log.warning(
+                "checkpoint.resume: this run trains from the start, though there is %s, and its checkpoints will take "
+                "the place of those; go on from there with --resume auto, or save to another folder.",
+                found[0].path,
             )
 
 
