@@ -4,6 +4,7 @@ import inspect
 import io
 import itertools
 import json
+import logging
 import subprocess
 import sys
 from datetime import timedelta
@@ -505,6 +506,16 @@ def states_are_shared_and_reset():
 
 def test_states_are_shared_and_reset(ranks):
     assert ranks.run(2, states_are_shared_and_reset) == [0, 1]
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [("SHARDED_STATE_DICT", True), ("FULL_STATE_DICT", False), (None, False)])
+def test_the_trainer_writes_no_sharded_model_and_that_is_told(clean_states, monkeypatch, kind, is_told):
+    monkeypatch.setitem(sys.modules, "transformers.trainer", sys)
+    settings = {"use_cpu": True, "distributed_type": "FSDP", "num_processes": 1}
+    settings |= {"fsdp_config": {"fsdp_state_dict_type": kind}} if kind else {}
+    with log_lines(level=logging.WARNING) as lines:
+        Accelerator(config=settings).end_training()
+    assert any("the Trainer's save_model writes nothing; set FULL_STATE_DICT" in line for line in lines) == is_told
 
 
 def test_what_the_first_state_was_given_is_the_accelerators_too(clean_states):

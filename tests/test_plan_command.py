@@ -365,10 +365,15 @@ def test_a_search_says_where_it_ended():
     assert "65,536 sequences per rank, the most that is tried (" in found.text
 
 
-def test_find_strategy():
+def test_find_strategy(capsys):
     found = find(Question.STRATEGY, make_request(world_size=16))
     assert found.value in {strategy.value for strategy in ShardingStrategy}
     assert "least traffic over the slowest link" in found.text
+    asked = ("--model", SMALL, "--world", "16", "--batch-size", "1")
+    reason = "least traffic over the slowest link"
+    assert "Suggested: " in plan(capsys, *asked)
+    said = plan(capsys, *asked, "--find", "strategy")
+    assert "Strategy: " in said and " ".join(said.split()).count(reason) == 1
 
 
 @pytest.mark.parametrize(

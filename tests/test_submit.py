@@ -420,6 +420,10 @@ def test_flags_that_need_another_are_refused_before_a_job_is_made(capsys):
         (["--to", "jobset", *IMAGE, "--env", "A-B=1", "x.py"], "--env: not NAME=VALUE (got 'A-B')"),
         (["--to", "slurm", "--env", "A=1", "train.py"], "--env: is not supported by slurm (only by kubeflow, jobset,"),
         (["--to", "skypilot", "train.py"], "--device: the GPU type is missing"),
+        (
+            ["--to", "skypilot", "--device", "l4", "--cpu", "train.py"],
+            "the configuration trains on the CPU (got l4); add",
+        ),
         (["--to", "skypilot", "--device", "80GiB", "train.py"], "--device: the GPU type is missing (got no name of"),
         (["--to", "skypilot", "--device", "cpu", "train.py"], "--device: the GPU type is missing (got no name of one)"),
         (["--to", "skypilot", "--device", "l4", "/train.py"], "skypilot uploads this folder"),

@@ -134,11 +134,21 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
         if self.is_fsdp2 and "fsdp.state_dict_type" not in self._run.origins:
             # Accelerate's default: the Trainer writes a model for from_pretrained only with FULL_STATE_DICT.
             self.state.fsdp_plugin.set_state_dict_type(StateDictType.FULL_STATE_DICT)
+        elif self.is_fsdp2 and "transformers.trainer" in sys.modules and self.is_main_process:
+            self._warn_of_models_that_are_not_written()
 
     def __getattribute__(self, name: str) -> Any:
         if TOUCHED.is_on:
             note_member(name)
         return super().__getattribute__(name)
+
+    def _warn_of_models_that_are_not_written(self) -> None:
+        if self.config.fsdp.state_dict_type == StateDictType.SHARDED_STATE_DICT:
+            log.warning(
+                "fsdp_state_dict_type: with SHARDED_STATE_DICT the Trainer's save_model writes nothing; set "
+                "FULL_STATE_DICT, or export a checkpoint: "
+                "shardkit checkpoint merge checkpoint-500/pytorch_model_fsdp_0 -o export"
+            )
 
     # ---- what is prepared ----
 

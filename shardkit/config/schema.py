@@ -555,7 +555,7 @@ class Config(Section):
     """Number of machines."""
 
     num_processes: Count = Field(1, ge=1, le=1_000_000)
-    """Number of ranks in total, over all machines; on TPU of devices, those of a machine being one rank's."""
+    """Number of ranks in total, over all machines; on TPUs, of devices (one rank drives those of its machine)."""
 
     machine_rank: Count = Field(0, ge=0)
     """This machine's number, from 0; usually given at launch: --machine-rank."""

@@ -224,6 +224,8 @@ def _seconds(seconds: float) -> str:
 def _suggestion(answer: Answer) -> str:
     if answer.suggested is None:
         return _filled(f"No strategy is suggested: {answer.reason}.") if answer.reason else ""
+    if answer.finding and answer.finding.question == "strategy":  # which is said below
+        return ""
     return _filled(f"Suggested: {answer.suggested.number} {answer.suggested.value} ({answer.reason}).")
 
 

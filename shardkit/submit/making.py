@@ -200,8 +200,15 @@ def _words(flag: str, text: str | None) -> tuple[str, ...]:
 
 
 def _device(name: str | None, config: Config | None) -> devices.Device:
-    """The device to plan for. Raises UsageError for an unknown name."""
-    return devices.find(name or ("cpu" if config is not None and runs_on_cpu(config) else "h100-80"))
+    """The device to plan for. Raises UsageError for an unknown name, and for a GPU of ranks that train on the CPU."""
+    on_cpu = config is not None and runs_on_cpu(config)
+    found = devices.find(name or ("cpu" if on_cpu else "h100-80"))
+    if on_cpu and found != devices.DEVICES["cpu"]:
+        raise UsageError(
+            f"--device: the configuration trains on the CPU (got {name}); add --set use_cpu=false, with a "
+            "distributed_type for GPUs, or leave out --device."
+        )
+    return found
 
 
 def _gpu(device: devices.Device) -> str | None:
