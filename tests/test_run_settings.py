@@ -1,5 +1,6 @@
 """The configuration of a run, given in code, by a file, or different on one rank; and the table that shows it."""
 
+import json
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
@@ -63,6 +64,16 @@ def test_notes_on_settings_that_the_launcher_has_printed_are_not_repeated(
     with caplog.at_level("INFO"):
         assert settings.settings(None).config.shardkit.recompute_every == 2
     assert ("recompute_every: has no effect" in caplog.text) is are_told
+
+
+@pytest.mark.parametrize("origins", [{}, {"num_processes": "--num-processes"}])
+def test_settings_that_nobody_chose_are_not_those_of_the_launchers_file(tmp_path, monkeypatch, origins):
+    """Which has all of them: objects of a script would contradict it."""
+    path = tmp_path / "config.yaml"
+    path.write_text(files.dump(Config(num_processes=2, use_cpu=True)))
+    path.with_suffix(".origins.json").write_text(json.dumps(origins))
+    monkeypatch.setenv(env.RESOLVED, str(path))
+    assert settings.settings(None).chosen == origins
 
 
 def test_a_missing_attribute_inside_a_property_is_named():

@@ -238,7 +238,7 @@ def _precision(config: Config) -> Iterator[Finding]:
 
 def _machines(config: Config) -> Iterator[Finding]:
     if config.num_machines > 1 and not config.main_process_ip:
-        text = "several machines need the address of machine 0; set it here or at launch."
+        text = "several machines need the address of machine 0; set it here or at launch, unless a scheduler does."
         yield Finding(("main_process_ip", "num_machines"), text)
     if config.num_machines > 1 and config.rdzv_backend in {"etcd", "etcd-v2"}:
         text = "no etcd server is used: the rendezvous is at machine 0 (main_process_ip and main_process_port)."

@@ -155,7 +155,8 @@ def _from_outside() -> Settings:
     path = env.resolved_config_path()
     if path is not None:
         loaded = files.read(path)
-        return Settings(loaded.config, _origins_beside(path) or loaded.chosen)
+        origins = _origins_beside(path)
+        return Settings(loaded.config, loaded.chosen if origins is None else origins)
     loaded = files.resolve(ranks=launched().world_size)
     for note in loaded.notes:
         log.info("%s", note)
@@ -206,10 +207,10 @@ def _with_launch(found: Settings) -> Settings:
     return Settings(config, chosen)
 
 
-def _origins_beside(path: Path) -> dict[str, str]:
-    """Where the launcher's values come from, from a file next to the resolved configuration."""
+def _origins_beside(path: Path) -> dict[str, str] | None:
+    """Where the launcher's values come from, from a file next to the resolved configuration; None if there is none."""
     beside = path.with_suffix(".origins.json")
-    return json.loads(beside.read_text()) if beside.exists() else {}
+    return json.loads(beside.read_text()) if beside.exists() else None
 
 
 def _set_names(section: BaseModel, prefix: str = "") -> list[str]:
