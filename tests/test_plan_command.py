@@ -615,6 +615,11 @@ def test_a_device_by_its_memory(capsys):
         ("6000-pro", "RTX PRO 6000"),
         ("h20", "H20 96 GB"),
         ("mi355x", "MI355X"),
+        ("MI250X", "MI250X"),
+        ("h800", "H800 80 GB"),
+        ("tpu7x", "TPU7x"),
+        ("TPU v5p", "TPU v5p"),
+        ("v6e", "TPU v6e"),
         ("24GB", "device of 24GB"),
     ],
 )
@@ -649,6 +654,8 @@ def test_a_device_as_people_write_it(name, expected):
         ("NVIDIA H20", 102_625_181_696, "H20 96 GB"),
         ("NVIDIA GB300", 298_013_687_808, "GB300"),
         ("AMD Instinct MI355X", 309_220_868_096, "MI355X"),
+        ("AMD Instinct MI250X", 68_702_699_520, "MI250X"),
+        ("NVIDIA A800-SXM4-80GB", 85_899_345_920, "A800 80 GB"),
         ("NVIDIA GeForce GTX 1080", 8 * GIB, "NVIDIA GeForce GTX 1080"),
         ("NVIDIA GB10", 0, "NVIDIA GB10"),  # it shares the host's memory, and the driver tells no size
     ],
@@ -659,13 +666,45 @@ def test_a_device_by_the_drivers_name(name, memory, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "both_directions", "of_a_chip"), [("v5e", 400, 25), ("v5p", 1200, 50), ("v6e", 800, 100)]
+    ("name", "both_directions", "of_a_chip", "devices_of_a_chip"),
+    [("v5e", 400, 25, 1), ("v5p", 1200, 50, 1), ("v6e", 800, 100, 1), ("v7x", 1200, 100, 2)],
 )
-def test_links_of_tpus_count_in_one_direction(name, both_directions, of_a_chip):
+def test_links_of_tpus_count_in_one_direction(name, both_directions, of_a_chip, devices_of_a_chip):
     """As published: GB/s in both directions together between chips, and Gb/s of network a chip."""
     found = devices.find(f"tpu-{name}")
-    assert found.link_bytes_per_s == both_directions * 1e9 / 2
-    assert found.network_bytes_per_s == pytest.approx(of_a_chip * 1e9 / 8, rel=0.01)
+    assert found.link_bytes_per_s == both_directions * 1e9 / 2 / devices_of_a_chip
+    assert found.network_bytes_per_s == pytest.approx(of_a_chip * 1e9 / 8 / devices_of_a_chip, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("device", "world", "machines", "place", "leaves"),
+    [
+        ("tpu-v5e", 256, 32, "in its pod", False),
+        ("tpu-v5e", 512, 64, "in its pod", True),
+        ("tpu-v5p", 64, 16, "in its pod", False),
+        ("gb200", 72, 18, "in its rack", False),
+        ("gb300", 144, 36, "in its rack", True),
+        ("h100", 72, 9, "in its machine", True),
+    ],
+)
+def test_links_of_a_pod_or_a_rack_join_its_machines(capsys, device, world, machines, place, leaves):
+    arguments = ("--model", SMALL, "--world", str(world), "--batch-size", "1", "--device", device)
+    text = plan(capsys, *arguments)
+    assert f"{world} ranks on {machines} machines" in text
+    assert place in text and ("to others" in text) is leaves
+    (full, *_), joined = (json.loads(plan(capsys, *arguments, "--json"))[key] for key in ("strategies", "ranks_joined"))
+    sent, between = full["traffic"]["sent_bytes"], full["traffic"]["between_bytes"]
+    assert between == pytest.approx(sent / joined if leaves else 0, rel=1e-4)
+
+
+def test_a_tpu_is_planned_with_what_trains_there(capsys, tmp_path):
+    arguments = ("--model", SMALL, "--world", "8", "--batch-size", "1")
+    by_default = plan(capsys, *arguments, "--device", "v6e")
+    given = ("--set", "distributed_type=XLA", "--set", "xla=true")
+    assert by_default == plan(capsys, *arguments, *given) == plan(capsys, *arguments, *given, "--device", "tpu-v6e")
+    note = "on TPUs shardkit trains with PyTorch/XLA, and this plan is for distributed_type FSDP"
+    of_fsdp = plan(capsys, *arguments, "--device", "v6e", "--set", "distributed_type=FSDP")
+    assert note in of_fsdp.replace("\n", " ") and note not in by_default.replace("\n", " ")
 
 
 def test_a_device_without_bf16_says_what_a_run_does(capsys):

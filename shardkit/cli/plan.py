@@ -32,7 +32,7 @@ def plan(
         str | None, typer.Option(metavar="N", help="Total number of ranks; by default from the file.")
     ] = None,
     per_machine: Annotated[
-        str | None, typer.Option(metavar="N", help="Ranks per machine; by default that of the file, or 8.")
+        str | None, typer.Option(metavar="N", help="Ranks per machine; by default those of the file, or the device's.")
     ] = None,
     device: Annotated[
         str | None,

@@ -18,7 +18,8 @@ from shardkit.plan.roofline import LINK_EFFICIENCY, StepTime, step_time
 @dataclass(frozen=True)
 class PlanRequest:
     """A model, a configuration, and the machines to plan for. `batch_size`: sequences per micro-batch and rank.
-    `ranks_per_machine`: of a full machine; a world may have fewer ranks.
+    `ranks_per_machine`: of a full machine; a world may have fewer ranks. `ranks_joined`: those that the device's fast
+    links join, of which a rack or a pod has several machines'.
 
     `is_on_tpu`: the configuration was translated from PyTorch/XLA (`tpu.as_planned`). `own_optimizer`, `own_batch`: the
     script's, as module:function, which a simulation uses in place of `optimizer` and of `batch_size` x `seq_len`.
@@ -42,6 +43,10 @@ class PlanRequest:
 
     def with_config(self, config: Config) -> "PlanRequest":
         return replace(self, config=config)
+
+    @property
+    def ranks_joined(self) -> int:
+        return max(self.ranks_per_machine, self.device.joined)
 
     @property
     def machines(self) -> int:
@@ -128,6 +133,7 @@ def row(request: PlanRequest, strategy: ShardingStrategy | None = None) -> Row:
         config,
         world_size=request.world_size,
         ranks_per_machine=request.ranks_per_machine,
+        ranks_joined=request.ranks_joined,
         optimizer=request.optimizer,
         facts=facts,
         batch_size=request.batch_size,
@@ -193,6 +199,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         },
         "world_size": request.world_size,
         "ranks_per_machine": min(request.ranks_per_machine, request.world_size),
+        "ranks_joined": min(request.ranks_joined, request.world_size),
         "device": {
             "name": request.device.name,
             "memory_bytes": request.device.memory_bytes,

@@ -109,6 +109,7 @@ def estimate(
     *,
     world_size: int,
     ranks_per_machine: int = 8,
+    ranks_joined: int | None = None,
     optimizer: str = "adamw",
     facts: TransformerFacts | None = None,
     batch_size: int | None = None,
@@ -117,6 +118,7 @@ def estimate(
     ema: Ema = Ema.NO,
 ) -> Estimate:
     """Memory and traffic of a model under a configuration; `batch_size`: sequences per micro-batch and rank.
+    `ranks_joined`: those that fast links join, by default a machine's.
 
     Raises ModelError if the wrap policy does not fit the model, UsageError for an unknown optimizer or mesh.
     """
@@ -136,8 +138,9 @@ def estimate(
     if kept and facts and facts.layers > 1 and not repeated_classes(tree):
         gaps = (*gaps, "what the blocks save: none repeats in the model, or layers share one")
     memory = RankMemory(top.memory, top.text, timeline, host, not gaps, gaps)
+    joined = ranks_joined or ranks_per_machine
     return Estimate(
-        config, plan.axes, len(plan.units) + 1, memory, traffic(plan, config, world_size, ranks_per_machine)
+        config, plan.axes, len(plan.units) + 1, memory, traffic(plan, config, world_size, joined)
     )
 
 

@@ -51,7 +51,8 @@ class Device:
     """One kind of device. `flops`: peak dense FLOPS by compute dtype, with fp32 accumulation.
 
     link_bytes_per_s: bandwidth of one device to others on its machine; network_bytes_per_s: to other machines while all
-    send; both in one direction, 0 if unknown. `memory_bytes`: as shown by the driver, or None.
+    send; both in one direction, 0 if unknown. `memory_bytes`: as shown by the driver, or None. `joined`: devices that
+    the links join, where these are more than one machine's.
     """
 
     name: str
@@ -60,6 +61,8 @@ class Device:
     link_bytes_per_s: float = 0.0
     network_bytes_per_s: float = 0.0
     reserve_bytes: int = RESERVE_BYTES
+    ranks_per_machine: int = 8
+    joined: int = 0
 
     def fits(self, peak_bytes: int) -> bool | None:
         """Whether a rank with that peak and the reserve fits; None if the memory is unknown."""
@@ -68,7 +71,16 @@ class Device:
     @property
     def has_caching_allocator(self) -> bool:
         """Whether torch's caching allocator reserves memory in segments, as on GPUs."""
-        return bool(self.reserve_bytes) and not self.name.startswith("TPU")
+        return bool(self.reserve_bytes) and not self.is_tpu
+
+    @property
+    def is_tpu(self) -> bool:
+        return self.name.startswith("TPU")
+
+    @property
+    def joined_name(self) -> str:
+        """What the links join: a machine, a rack of several, or a pod of TPUs."""
+        return "machine" if not self.joined else "pod" if self.is_tpu else "rack"
 
     def efficiency(self, compute: str, recomputes: bool) -> Efficiency:
         """Fraction of peak FLOPS reached in this dtype, with or without recomputation."""
@@ -106,14 +118,15 @@ class Device:
 #   fp32 30.3 TFLOPS, PCIe 4.0 x16 (64 GB/s both directions together).
 # RTX 4090: https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
 #   bf16 and fp16 165.2 (fp32 accumulation), fp32 82.6 TFLOPS, PCIe 4.0 x16.
-# TPU v5e: https://cloud.google.com/tpu/docs/v5e  bf16 197 TFLOPS, 16 GB, 400 GB/s between chips over four links, both
-#   directions together; 6.4 Tb/s of data centre network for a pod of 256.
+# TPU v5e: https://cloud.google.com/tpu/docs/v5e  bf16 197 TFLOPS, 16 GB, 400 GB/s between the chips of a pod of 256
+#   over four links, both directions together; 6.4 Tb/s of data centre network for a pod.
 # H100 with 96 GB of HBM2e: SXM's peak is taken; 400 Gb/s a device to others, as in
 #   https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md
 # GH200: https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip  bf16 990 dense, fp32 67 TFLOPS, 96 GB,
 #   NVLink 900 GB/s both directions together.
 # GB200 NVL72: https://www.nvidia.com/en-us/data-center/gb200-nvl72/  for 72 devices bf16 360 PFLOPS with sparsity, so
-#   2,500 TFLOPS dense each, fp32 5,760 TFLOPS, 13.4 TB; NVLink 1.8 TB/s each, both directions together.
+#   2,500 TFLOPS dense each, fp32 5,760 TFLOPS, 13.4 TB; NVLink 1.8 TB/s each, both directions together. A machine has
+#   four of the 72.
 # GB300 NVL72: https://www.nvidia.com/en-us/data-center/gb300-nvl72/  arithmetic and NVLink of GB200; 800 Gb/s adapters.
 # A10: https://www.nvidia.com/en-us/data-center/products/a10-gpu/  bf16 125 dense, fp32 31.2 TFLOPS, PCIe 4.0 x16.
 # A10G (AWS): https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf
@@ -132,10 +145,20 @@ class Device:
 # MI350X: https://www.amd.com/en/products/accelerators/instinct/mi350/mi350x.html  bf16 2,300 dense, fp32 144.2 TFLOPS.
 # MI355X: https://www.amd.com/en/products/accelerators/instinct/mi350/mi355x.html  bf16 2,500 dense, fp32 157.3 TFLOPS.
 #   Both: 288 GB, seven Infinity Fabric links of 153 GB/s, both directions together; adapters as of MI300X, assumed.
-# TPU v5p: https://cloud.google.com/tpu/docs/v5p  bf16 459 TFLOPS, 95 GB, 1,200 GB/s between chips, both directions
-#   together, 50 Gb/s of data centre network a chip.
-# TPU v6e: https://cloud.google.com/tpu/docs/v6e  bf16 918 TFLOPS, 32 GB, 800 GB/s between chips, both directions
-#   together; 100 Gb/s of data centre network a chip (https://cloud.google.com/tpu/docs/tpu7x).
+# MI250X: https://www.amd.com/en/products/accelerators/instinct/mi200/mi250x.html  bf16 383 dense, fp32 95.7 TFLOPS
+#   (of matrices), 128 GB. It is two devices, each with half of these (https://rocm.docs.amd.com, "MI250
+#   microarchitecture"); one Infinity Fabric link of 50 GB/s in one direction is taken, the least between neighbours;
+#   Frontier and LUMI have four 200 Gb/s adapters for eight devices. MI250: bf16 362.1, fp32 90.5 TFLOPS, otherwise the
+#   same.
+# A800, H800: A100 and H100 with NVLink of 400 GB/s, both directions together (https://arxiv.org/abs/2505.09343, section
+#   4.1, of H800; NVIDIA's statement on A800 of November 2022).
+# TPU v5p: https://cloud.google.com/tpu/docs/v5p  bf16 459 TFLOPS, 95 GB, 1,200 GB/s between the chips of a pod of
+#   8,960, both directions together, 50 Gb/s of data centre network a chip, four chips a machine.
+# TPU v6e: https://cloud.google.com/tpu/docs/v6e  bf16 918 TFLOPS, 32 GB, 800 GB/s between the chips of a pod of 256,
+#   both directions together; 100 Gb/s of data centre network a chip (https://cloud.google.com/tpu/docs/tpu7x).
+# TPU7x: https://cloud.google.com/tpu/docs/tpu7x  a chip has bf16 2,307 TFLOPS, 192 GB, 1,200 GB/s to the others of a
+#   pod of 9,216, both directions together, 100 Gb/s of data centre network; it is two devices, each with half of these,
+#   and a machine has four chips.
 # H100 PCIe and NVL: datasheet of H100 SXM and NVIDIA's product briefs. PCIe: bf16 1,513 with sparsity = 756 dense, fp32
 #   51 TFLOPS, PCIe 5.0 x16 (128 GB/s both directions together). NVL: bf16 1,671 with sparsity = 835 dense, fp32 60
 #   TFLOPS, 94 GB; NVLink joins two of them, so PCIe 5.0 is taken.
@@ -162,13 +185,31 @@ DEVICES = {
     "a100-pcie": Device("A100 PCIe", 81920 * MIB, {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 32e9, 1.5e9),
     "a100-40": Device("A100 40 GB", 40960 * MIB, {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 300e9, 25e9),
     "a100-80": Device("A100 80 GB", 81920 * MIB, {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 300e9, 25e9),
+    "a800-80": Device("A800 80 GB", 81920 * MIB, {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 200e9, 25e9),
     "h100-pcie": Device("H100 PCIe 80 GB", 81559 * MIB, {"bf16": 756e12, "fp16": 756e12, "fp32": 51e12}, 64e9, 1.5e9),
     "h100-nvl": Device("H100 NVL 94 GB", 95830 * MIB, {"bf16": 835e12, "fp16": 835e12, "fp32": 60e12}, 64e9, 1.5e9),
     "h100-96": Device("H100 96 GB", 97871 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 450e9, 50e9),
     "h100-80": Device("H100 80 GB", 81559 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 450e9, 50e9),
+    "h800-80": Device("H800 80 GB", 81559 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 200e9, 50e9),
     "gh200-96": Device("GH200 96 GB", 97871 * MIB, {"bf16": 990e12, "fp16": 990e12, "fp32": 67e12}, 450e9, 50e9),
-    "gb200-186": Device("GB200", 189471 * MIB, {"bf16": 2500e12, "fp16": 2500e12, "fp32": 80e12}, 900e9, 50e9),
-    "gb300-288": Device("GB300", 284208 * MIB, {"bf16": 2500e12, "fp16": 2500e12, "fp32": 80e12}, 900e9, 100e9),
+    "gb200-186": Device(
+        "GB200",
+        189471 * MIB,
+        {"bf16": 2500e12, "fp16": 2500e12, "fp32": 80e12},
+        900e9,
+        50e9,
+        ranks_per_machine=4,
+        joined=72,
+    ),
+    "gb300-288": Device(
+        "GB300",
+        284208 * MIB,
+        {"bf16": 2500e12, "fp16": 2500e12, "fp32": 80e12},
+        900e9,
+        100e9,
+        ranks_per_machine=4,
+        joined=72,
+    ),
     "h20-96": Device("H20 96 GB", 97871 * MIB, {"bf16": 148e12, "fp16": 148e12, "fp32": 44e12}, 450e9, 50e9),
     "v100-pcie": Device("V100 PCIe", 16384 * MIB, {"fp16": 112e12, "fp32": 14e12}, 16e9, 1.5e9),
     "v100-16": Device("V100 16 GB", 16384 * MIB, {"fp16": 125e12, "fp32": 15.7e12}, 150e9, 6.25e9),
@@ -187,6 +228,8 @@ DEVICES = {
     "a10g-24": Device("A10G 24 GB", 23028 * MIB, {"bf16": 70e12, "fp16": 70e12, "fp32": 35e12}, 32e9, 1.5e9),
     "a10-24": Device("A10 24 GB", 23028 * MIB, {"bf16": 125e12, "fp16": 125e12, "fp32": 31.2e12}, 32e9, 1.5e9),
     "3090-24": Device("RTX 3090", 24576 * MIB, {"bf16": 71e12, "fp16": 71e12, "fp32": 35.6e12}, 32e9, 1.5e9),
+    "mi250-64": Device("MI250", 65520 * MIB, {"bf16": 181e12, "fp16": 181e12, "fp32": 45.2e12}, 50e9, 12.5e9),
+    "mi250x-64": Device("MI250X", 65520 * MIB, {"bf16": 191.5e12, "fp16": 191.5e12, "fp32": 47.8e12}, 50e9, 12.5e9),
     "mi300x-192": Device("MI300X", 196608 * MIB, {"bf16": 1307e12, "fp16": 1307e12, "fp32": 163.4e12}, 448e9, 50e9),
     "mi325x-256": Device("MI325X", 262144 * MIB, {"bf16": 1307e12, "fp16": 1307e12, "fp32": 163.4e12}, 448e9, 50e9),
     "mi350x-288": Device("MI350X", 294896 * MIB, {"bf16": 2300e12, "fp16": 2300e12, "fp32": 144.2e12}, 535e9, 50e9),
@@ -198,17 +241,20 @@ DEVICES = {
     "l4-24": Device("L4 24 GB", 23034 * MIB, {"bf16": 121e12, "fp16": 121e12, "fp32": 30.3e12}, 32e9, 1.5e9),
     "4090-24": Device("RTX 4090", 24564 * MIB, {"bf16": 165.2e12, "fp16": 165.2e12, "fp32": 82.6e12}, 32e9, 1.5e9),
     "5090-32": Device("RTX 5090", 32607 * MIB, {"bf16": 209.5e12, "fp16": 209.5e12, "fp32": 104.8e12}, 64e9, 1.5e9),
-    "tpu-v5e": Device("TPU v5e", 16 * GIB, {"bf16": 197e12}, 200e9, 3.1e9),
-    "tpu-v5p": Device("TPU v5p", 95 * GIB, {"bf16": 459e12}, 600e9, 6.25e9),
-    "tpu-v6e": Device("TPU v6e", 32 * GIB, {"bf16": 918e12}, 400e9, 12.5e9),
+    "tpu-v5e": Device("TPU v5e", 16 * GIB, {"bf16": 197e12}, 200e9, 3.1e9, joined=256),
+    "tpu-v5p": Device("TPU v5p", 95 * GIB, {"bf16": 459e12}, 600e9, 6.25e9, ranks_per_machine=4, joined=8960),
+    "tpu-v7x": Device("TPU7x", 96 * GIB, {"bf16": 1153.5e12}, 300e9, 6.25e9, joined=18432),
+    "tpu-v6e": Device("TPU v6e", 32 * GIB, {"bf16": 918e12}, 400e9, 12.5e9, joined=256),
     "cpu": Device("CPU", None, {"bf16": 0.1e12, "fp16": 0.1e12, "fp32": 0.1e12}, 10e9, 1.25e9, reserve_bytes=0),
 }
 
 # https://developer.nvidia.com/cuda-gpus
 CAPABILITIES = {
-    **{"V100": 7.0, "T4": 7.5, "A100": 8.0, "A10": 8.6, "A10G": 8.6, "A40": 8.6, "RTX A6000": 8.6, "RTX 3090": 8.6},
+    **{"V100": 7.0, "T4": 7.5, "A100": 8.0, "A800": 8.0},
+    **{"A10": 8.6, "A10G": 8.6, "A40": 8.6, "RTX A6000": 8.6, "RTX 3090": 8.6},
     **{"L4": 8.9, "L40": 8.9, "L40S": 8.9, "RTX 4090": 8.9, "RTX 6000 Ada": 8.9},
-    **{"H20": 9.0, "H100": 9.0, "GH200": 9.0, "H200": 9.0, "B200": 10.0, "GB200": 10.0, "B300": 10.3, "GB300": 10.3},
+    **{"H20": 9.0, "H100": 9.0, "H800": 9.0, "GH200": 9.0, "H200": 9.0},
+    **{"B200": 10.0, "GB200": 10.0, "B300": 10.3, "GB300": 10.3},
     **{"RTX 5090": 12.0, "RTX PRO 6000": 12.0},
 }
 """NVIDIA's compute capability by the beginning of a device's name."""
@@ -223,6 +269,7 @@ def find(name: str, memory_bytes: int | None = None) -> Device:
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
     key = re.sub(r"\b(nvidia|geforce|tesla|rtx|sxm\d?|hbm\w*)\b-?|^rtx(?=\d|a\d)|(?<=\d)gb\b", "", key).rstrip("-")
     key = re.sub(r"^pro-6000\b.*", "6000-pro", key)
+    key = re.sub(r"^(?:tpu-?)?v?(5e|5p|6e|7x)$", r"tpu-v\1", key)
     matches = [known for known in DEVICES if known == key or known.startswith(f"{key}-")]
     if matches:
         device = DEVICES[matches[-1]]

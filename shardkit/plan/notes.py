@@ -78,6 +78,11 @@ def frozen_above(request: PlanRequest) -> str | None:
 def notes_on(request: PlanRequest) -> Iterator[str]:
     """Notes on settings that the plan does not count in full, or that the device does not support."""
     config, device = request.config, request.device
+    if device.is_tpu and not request.is_on_tpu:
+        yield (
+            f"{device.name}: on TPUs shardkit trains with PyTorch/XLA, and this plan is for distributed_type "
+            f"{config.distributed_type.value}; plan with --set distributed_type=XLA --set xla=true."
+        )
     kind = eight_bits(config)
     if kind and device.multiplies_in(kind) is False:
         yield f"{device.name} does not compute in {kind}, so a run is refused; plan with --set mixed_precision=bf16."

@@ -177,7 +177,7 @@ def _mark(answer: Answer, row: Row) -> str:
 def _step_table(answer: Answer) -> str:
     """Traffic and time of a step; one rank sends nothing."""
     sends = _sends(answer)
-    several = sends and answer.request.machines > 1
+    several = sends and _leaves(answer.request)
     timed = any(row.time for row in answer.rows)
     if not sends and not timed:
         return ""
@@ -185,7 +185,7 @@ def _step_table(answer: Answer) -> str:
     titles = [f"what one rank sends in one step, {unit}"] if sends else []
     titles += ["time of the step, an estimate"] if timed else []
     columns = (
-        ({"in its machine": 14} if sends else {})
+        ({f"in its {answer.request.device.joined_name}": 14} if sends else {})
         | ({"to others": 11} if several else {})
         | ({"step": 21, "MFU": 12} if timed else {})
     )
@@ -205,6 +205,11 @@ def _step_table(answer: Answer) -> str:
 def _sends(answer: Answer) -> bool:
     """Whether a rank sends anything to others."""
     return any(row.estimate.traffic.sent_bytes for row in answer.rows)
+
+
+def _leaves(request: PlanRequest) -> bool:
+    """Whether some ranks are not joined by the devices' own links."""
+    return request.world_size > request.ranks_joined
 
 
 def _time_cells(row: Row) -> list[str]:
@@ -282,7 +287,7 @@ def _has_logits(answer: Answer) -> bool:
 
 def _links(request: PlanRequest) -> str:
     device = request.device
-    speed = f"{device.link_bytes_per_s / 1e9:,.4g} GB/s in a machine"
-    if request.machines > 1:
+    speed = f"{device.link_bytes_per_s / 1e9:,.4g} GB/s in a {device.joined_name}"
+    if _leaves(request):
         speed += f", {device.network_bytes_per_s / 1e9:,.4g} GB/s a rank to others"
     return f"; {LINK_EFFICIENCY:.0%} of its links ({speed}), from everything overlapped to nothing"

@@ -22,6 +22,7 @@ from shardkit.problems import Problems
 from shardkit.spinner import waiting
 
 _STRATEGY = "fsdp_config.fsdp_sharding_strategy"
+_XLA = {"distributed_type": "XLA", "xla": "true"}
 
 
 def configuration(
@@ -33,12 +34,12 @@ def configuration(
     device: str | None,
 ) -> Config:
     """The file's configuration, or the defaults, with KEY=VALUE pairs, strategy and number of ranks as requested;
-    without a file bf16, or fp16 where the device lacks bf16, is assumed on all devices but CPUs. Raises UsageError and
-    ConfigError, with all problems."""
+    without a file bf16, or fp16 where the device lacks bf16, is assumed on all devices but CPUs, and PyTorch/XLA on
+    TPUs. Raises UsageError and ConfigError, with all problems."""
     given = settings_from(pairs)
     if world is not None:
         _check_per_machine(world, per_machine)
-    of_world = {} if world is None else _of_world(world, per_machine or _ranks_per_machine(_resolved(path, given)))
+    of_world = {} if world is None else _of_world(world, per_machine or _usual(_resolved(path, given), device))
     chosen = {
         name: of_world[name] for name in ("num_processes", *(["num_machines"] if per_machine else [])) if of_world
     }
@@ -69,9 +70,15 @@ def _resolved(path: Path | None, given: dict[str, str]) -> Config:
         return Config()
 
 
-def _ranks_per_machine(config: Config) -> int:
-    """Those of the configuration's machines, or 8 where it has one machine."""
-    return config.processes_per_machine if config.num_machines > 1 else 8
+def _usual(config: Config, device: str | None) -> int:
+    """The ranks per machine of the configuration on the device; 8 for a device that `device_of` refuses."""
+    planned = _planned(config, device)
+    return 8 if planned is None else _ranks_per_machine(config, planned)
+
+
+def _ranks_per_machine(config: Config, device: Device) -> int:
+    """Those of the configuration's machines, or the device's where it has one machine."""
+    return config.processes_per_machine if config.num_machines > 1 else device.ranks_per_machine
 
 
 def _of_world(world: int, per_machine: int) -> dict[str, str]:
@@ -85,25 +92,29 @@ def _of_world(world: int, per_machine: int) -> dict[str, str]:
 
 def _with_implied(path: Path | None, given: dict[str, str], strategy: str | None, device: str | None) -> dict[str, str]:
     """The settings, with what follows from them and the flags: --strategy means FSDP, or PyTorch/XLA if that is
-    configured; no file means 16 bits, on all devices but CPUs, as in `hardware_defaults.for_hardware`."""
+    configured; no file means 16 bits, on all devices but CPUs, as in `hardware_defaults.for_hardware`, and PyTorch/XLA
+    on TPUs."""
     found = _resolved(path, given)
-    if path is None and (half := _half_of(found, device)) is not None:
-        given = {"mixed_precision": half, **given}
+    planned = _planned(found, device) if path is None else None
+    if planned is not None:
+        half = {} if runs_on_cpu(found) or planned == devices.find("cpu") else {"mixed_precision": _half_of(planned)}
+        given = {**(_XLA if planned.is_tpu and "distributed_type" not in given else {}), **half, **given}
     if strategy is None:
         return given
-    kind = {"distributed_type": "XLA", "xla": "true"} if found.mode == "xla" else {"distributed_type": "FSDP"}
+    kind = _XLA if _resolved(path, given).mode == "xla" else {"distributed_type": "FSDP"}
     return given | kind | {_STRATEGY: FlagValue(strategy, "--strategy")}
 
 
-def _half_of(config: Config, device: str | None) -> str | None:
-    """The 16-bit dtype of the planned device; None for a CPU, and for a device that `device_of` refuses."""
-    if runs_on_cpu(config):
-        return None
+def _planned(config: Config, device: str | None) -> Device | None:
+    """The device to plan for; None for one that `device_of` refuses."""
     try:
-        planned = device_of(config, device, None)
+        return device_of(config, device, None)
     except ShardkitError:
         return None
-    return None if planned == devices.find("cpu") else "fp16" if planned.lacks_bf16 else "bf16"
+
+
+def _half_of(device: Device) -> str:
+    return "fp16" if device.lacks_bf16 else "bf16"
 
 
 def model_name(model: str | None, path: Path | None) -> str:
@@ -153,7 +164,7 @@ def build(
 ) -> PlanRequest:
     """The request for the configuration's ranks. Reads the model, which may take seconds.
 
-    `per_machine`: by default `_ranks_per_machine`. `optimizer`: a name of `optimizer_name`. `network`: Gb/s of one
+    `per_machine`: by default `_ranks_per_machine`'s. `optimizer`: a name of `optimizer_name`. `network`: Gb/s of one
     machine's adapters together, by default the device's. `file`: the configuration file, where it names the model.
     `own_optimizer`, `own_batch`: as in PlanRequest.
 
@@ -168,7 +179,7 @@ def build(
         description=description,
         config=config if description.has_class_names else _without_class_names(config),
         world_size=config.num_processes,
-        ranks_per_machine=per_machine or _ranks_per_machine(config),
+        ranks_per_machine=per_machine or _ranks_per_machine(config, device),
         device=device,
         optimizer=optimizer,
         batch_size=batch_size,
@@ -204,7 +215,7 @@ def _without_class_names(config: Config) -> Config:
 
 def device_of(config: Config, name: str | None, memory: str | None) -> Device:
     """The device of this name, else this machine's: a rank's share of the host where the configuration trains on the
-    CPU, its GPU, or an H100 where it has none; with this memory."""
+    CPU, its GPU, or an H100 where it has none; a TPU v6e where it trains with PyTorch/XLA. With this memory."""
     problems = Problems()
     size = devices.memory_in(memory) if memory else None
     if memory and size is None:
@@ -216,6 +227,8 @@ def device_of(config: Config, name: str | None, memory: str | None) -> Device:
     hardware = detect()
     if runs_on_cpu(config):
         return devices.find("cpu", size or hardware.memory_bytes // config.processes_per_machine)
+    if config.mode == "xla":
+        return devices.find("tpu-v6e", size)
     here = hardware.devices
     return devices.of_hardware(here[0].name, size or here[0].memory_bytes) if here else devices.find("h100-80", size)
 

@@ -6,6 +6,7 @@ sent: what one rank sends in a ring, the bandwidth-optimal algorithm (Patarasuk 
     https://doi.org/10.1016/j.jpdc.2008.09.002): (n-1)/n of the payload, for an all-reduce twice that.
 inside, between: the part of `sent` that goes to a rank on the same machine, and to another machine, as the mean over
     the ranks of a machine. The ring follows the rank order, so one of a machine's m ranks sends to the next machine.
+    Machines that the devices' own links join (a pod of TPUs, a rack) count as one.
 """
 
 from collections.abc import Iterator
@@ -66,9 +67,9 @@ class Traffic:
         return sum(c.between_bytes for c in self.collectives)
 
 
-def traffic(plan: ShardedSizes, config: Config, world_size: int, ranks_per_machine: int) -> Traffic:
+def traffic(plan: ShardedSizes, config: Config, world_size: int, ranks_joined: int) -> Traffic:
     """The step's collectives, summed over its micro-batches."""
-    machine = min(ranks_per_machine, world_size)
+    machine = min(ranks_joined, world_size)
     match plan.axes.mode:
         case "single":
             return Traffic(())
