@@ -139,9 +139,7 @@ def estimate(
         gaps = (*gaps, "what the blocks save: none repeats in the model, or layers share one")
     memory = RankMemory(top.memory, top.text, timeline, host, not gaps, gaps)
     joined = ranks_joined or ranks_per_machine
-    return Estimate(
-        config, plan.axes, len(plan.units) + 1, memory, traffic(plan, config, world_size, joined)
-    )
+    return Estimate(config, plan.axes, len(plan.units) + 1, memory, traffic(plan, config, world_size, joined))
 
 
 def with_strategy(config: Config, strategy: ShardingStrategy) -> Config:
