@@ -46,7 +46,8 @@ def trained(spec: str, case: Case, config: Config, process: Process) -> int:
     loss = worker._loss(job, model)
     precision.autocast_forward(model, config, process.device)
     parallel = parallelize(model, config, build_mesh(config, process), process)
-    optimizer = batches.optimizer_factory(case.optimizer)([p for p in parallel.parameters() if p.requires_grad])
+    trained = {name: p for name, p in parallel.named_parameters() if p.requires_grad}
+    (optimizer,) = batches.optimizer_factory(case.optimizer)(trained)
     stepper = local_step.stepper_of(optimizer)
     for _ in range(3):
         settled()

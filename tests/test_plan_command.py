@@ -474,7 +474,7 @@ def test_no_model_is_refused_with_the_forms(capsys):
         (("--device", "abacus"), "use one of a100-pcie, a100-40"),
         (("--device", " "), "--device: unknown (got ' '); use one of a100-pcie, "),
         (("--device", "b3"), "--device: unknown (got 'b3'); did you mean b300?"),
-        (("--optimizer", "muon"), "or add --simulate --optimizer module:function, a function that makes yours."),
+        (("--optimizer", "soap"), "or add --simulate --optimizer module:function, a function that makes yours."),
         (
             ("--world", "1000000"),
             "--world 1000000, in machines of 8: is too large (got '125000'); write 100000 or less.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from shardkit.signatures import signature
 
 LossFunction = Callable[[nn.Module], tuple[Any, torch.Tensor]]
 """Runs forward; returns what the script holds until the end of the step, and the loss."""
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+OptimizerFactory = Callable[[dict[str, nn.Parameter]], list[torch.optim.Optimizer]]
+"""Makes the optimizers of the trained parameters, which it gets by name."""
 
 
 def named(flag: str, spec: str) -> Any:
@@ -208,10 +209,13 @@ def _longest(config: Any) -> int:
     return next((n for n in (getattr(config, k, None) for k in ("max_position_embeddings", "n_positions")) if n), 512)
 
 
-def optimizer_factory(name: str) -> OptimizerFactory:
-    """The optimizer of that name, or of `module:function`."""
+def optimizer_factory(name: str, kinds: Mapping[str, str] | None = None) -> OptimizerFactory:
+    """The optimizer of that name, or the optimizers of `module:function`. `kinds`: that of each parameter, by name,
+    where they differ (`unit_sizes.optimizers_of`)."""
     if ":" in name:
-        return _given_optimizer(name)
+        return _given_optimizers(name)
+    if kinds and len(set(kinds.values())) > 1:
+        return partial(_by_kind, kinds)
     known: dict[str, tuple[Any, dict[str, Any]]] = {
         "sgd": (torch.optim.SGD, {"lr": 0.1}),
         "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -220,51 +224,45 @@ def optimizer_factory(name: str) -> OptimizerFactory:
         "adamw": (torch.optim.AdamW, {}),
         "adagrad": (torch.optim.Adagrad, {}),
         "rmsprop": (torch.optim.RMSprop, {}),
-        "adafactor": (_Factored, {}),
+        "adafactor": (torch.optim.Adafactor, {}),
+        "muon": (torch.optim.Muon, {}),
+        "nadam": (torch.optim.NAdam, {}),
+        "radam": (torch.optim.RAdam, {}),
+        "adamax": (torch.optim.Adamax, {}),
+        "adadelta": (torch.optim.Adadelta, {}),
+        # schedule_free is no dependency; these keep and make as much.
+        "adamwschedulefree": (torch.optim.NAdam, {}),
+        "sgdschedulefree": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     }
     if (quantized := QUANTIZED.get(name)) is not None:
-        return lambda parameters: _Quantized(parameters, quantized)
+        return lambda parameters: [_Quantized([*parameters.values()], quantized)]
     kind, arguments = known[name]
-    return lambda parameters: kind(parameters, **arguments)
+    return lambda parameters: [kind([*parameters.values()], **arguments)]
 
 
-def _given_optimizer(spec: str) -> OptimizerFactory:
+def _by_kind(kinds: Mapping[str, str], parameters: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """One optimizer of each kind, with its parameters."""
+    found: dict[str, dict[str, nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        found.setdefault(kinds[name], {})[name] = parameter
+    return [optimizer for kind, own in found.items() for optimizer in optimizer_factory(kind)(own)]
+
+
+def _given_optimizers(spec: str) -> OptimizerFactory:
     make = named("--optimizer", spec)
-    advice = "it is called with the list of trained parameters, and returns their torch.optim.Optimizer."
+    advice = "it is called with the list of trained parameters, and returns their torch.optim.Optimizer, or several."
 
-    def made(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def made(parameters: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
         try:
-            optimizer = make(parameters)
+            found = make([*parameters.values()])
         except Exception as error:
             raise UsageError(f"--optimizer {spec}: cannot be made ({error_text(error)}); {advice}") from error
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(f"--optimizer {spec}: is not an optimizer (got {type(optimizer).__name__}); {advice}")
-        return optimizer
+        optimizers = list(found) if isinstance(found, (list, tuple)) else [found]
+        if wrong := [type(one).__name__ for one in optimizers if not isinstance(one, torch.optim.Optimizer)]:
+            raise UsageError(f"--optimizer {spec}: is not an optimizer (got {', '.join(wrong)}); {advice}")
+        return optimizers
 
     return made
-
-
-class _Factored(torch.optim.Optimizer):
-    """In place of Adafactor (https://arxiv.org/abs/1804.04235), whose update in torch does not accept sharded
-    parameters: a row and a column of second moments per matrix, and a temporary update as large as the gradient."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, _local(parameter), _local(parameter.grad))
-
-    def _update(self, parameter: nn.Parameter, value: torch.Tensor, gradient: torch.Tensor) -> None:
-        squares = gradient.square()
-        state = self.state[parameter]
-        for number, moment in enumerate([squares.mean(-1), squares.mean(-2)] if value.dim() > 1 else [squares]):
-            state.setdefault(f"moment_{number}", moment).lerp_(moment, 0.1)
-        update = gradient / (1 + gradient.square())
-        value.sub_(update, alpha=1e-3)
 
 
 class _Quantized(torch.optim.Optimizer):

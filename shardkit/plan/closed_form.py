@@ -225,11 +225,12 @@ def _all_gradients(plan: ShardedSizes) -> int:
     return sum(unit.gradient_bytes for unit in [*plan.units, plan.root, plan.replicated])
 
 
-def _in_step(plan: ShardedSizes) -> Memory:
-    """Memory in the optimizer's step."""
+def _in_step(plan: ShardedSizes, kept: Activations) -> Memory:
+    """Memory in the optimizer's step, through which a script holds the model's output."""
     base = _persistent(plan)
-    made = sum(unit.step_bytes for unit in [*plan.units, plan.root, plan.replicated])
-    return replace(base, gradients=_all_gradients(plan), optimizer_state=base.optimizer_state + made)
+    made = plan.whole_step_bytes + sum(unit.step_bytes for unit in [*plan.units, plan.root, plan.replicated])
+    state = base.optimizer_state + made
+    return replace(base, gradients=_all_gradients(plan), optimizer_state=state, activations=kept.output_bytes)
 
 
 def keeps_on_host(config: Config) -> bool:
@@ -260,7 +261,7 @@ def _walk_fsdp(plan: ShardedSizes, config: Config, kept: Activations) -> Iterato
     """The last micro-batch of one optimizer step under FSDP2."""
     yield from _forward(plan, config, kept)
     yield from _backward(plan, config, kept)
-    yield Moment("optimizer", "", _in_step(plan))
+    yield Moment("optimizer", "", _in_step(plan, kept))
 
 
 def _forward(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator[Moment]:
@@ -386,7 +387,7 @@ def _walk_ddp(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator
     yield Moment("backward", "the last block", first)
     last = replace(base, gradients=everything, activations=working + kept.output_bytes)
     yield Moment("backward", "the first block", last)
-    yield Moment("optimizer", "", replace(_in_step(plan), reduction=base.reduction))
+    yield Moment("optimizer", "", replace(_in_step(plan, kept), reduction=base.reduction))
 
 
 def _compression_bytes(plan: ShardedSizes, config: Config) -> int:

@@ -33,8 +33,9 @@ _COMPARISONS: dict[Any, Callable[[Any, Any], bool]] = {
     torch.ops.aten.gt.Scalar: operator.gt,
     torch.ops.aten.ge.Scalar: operator.ge,
 }
-_PAYLOADS = {  # which argument torch counts: the output of an all-gather, the input of a reduce-scatter
+_PAYLOADS = {  # which argument torch counts: the output of an all-gather (None: the result), a reduce-scatter's input
     "c10d::_allgather_base_": ("all_gather", 0),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", None),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::broadcast_": ("broadcast", 0),
@@ -179,7 +180,7 @@ class MemoryTracker(TorchDispatchMode):
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor, category)
-        if name.startswith(("fsdp::", "c10d::")):
+        if name.startswith(("fsdp::", "c10d::", "_c10d_functional::all_gather")):
             self._see_collective(name, args, kwargs, result)
         self._note()
 
@@ -209,7 +210,7 @@ class MemoryTracker(TorchDispatchMode):
             self._on_stream([args[0]], "reduce")
         if name in _PAYLOADS:
             kind, position = _PAYLOADS[name]
-            tensors = tree_leaves(args[position])
+            tensors = tree_leaves(result if position is None else args[position])
             sent = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
             self.payload_bytes[kind] = self.payload_bytes.get(kind, 0) + sent
 

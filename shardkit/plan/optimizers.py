@@ -1,6 +1,6 @@
-"""Bytes of state that an optimizer keeps for a parameter, by the optimizer's name."""
+"""Bytes of state that an optimizer keeps for a parameter, and of what its step makes, by the optimizer's name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import prod
@@ -27,19 +27,43 @@ def step_bytes(name: str, shape: Shape, itemsize: int) -> int:
     return _MADE_IN_STEP.get(check(name), 0) * prod(shape) * itemsize
 
 
+# Sharded parameters and gradients are gathered for these, until there are so many bytes of them
+# (`optim.local_step.WHOLE_TENSORS` and `WHOLE_BYTES`), and the state is that of whole parameters on every rank.
+WHOLE_TENSORS = ("adafactor", "muon")
+WHOLE_BYTES = 256 << 20
+
+
+def needs_whole(name: str) -> bool:
+    """Whether a step needs whole parameters, also where these are sharded."""
+    return check(name) in WHOLE_TENSORS
+
+
+def whole_step_bytes(name: str, parameters: Iterable[tuple[Shape, int]], is_sharded: bool) -> int:
+    """Bytes that such an optimizer's step makes at most, for parameters of these shapes and item sizes, in order: what
+    is gathered for a chunk of them, and the temporary tensors of one."""
+    most, gathered, largest = 0, 0, 0
+    for shape, itemsize in parameters:
+        if gathered >= WHOLE_BYTES:
+            gathered, largest = 0, 0
+        gathered += 2 * prod(shape) * itemsize if is_sharded else 0
+        largest = max(largest, _TEMPORARY[check(name)](shape, itemsize))
+        most = max(most, gathered + largest)
+    return most
+
+
 def check(name: str) -> str:
-    """The name in lower case; UsageError where it is neither in `STATE` nor in `QUANTIZED`."""
-    key, known = name.strip().lower(), [*STATE, *QUANTIZED]
+    """The name in lower case, without dashes; UsageError where it is neither in `STATE` nor in `QUANTIZED`."""
+    key, known = name.strip().lower().replace("-", "").replace("_", ""), [*STATE, *QUANTIZED]
     if key in known:
         return key
-    if any(bits in key for bits in ("8bit", "8-bit", "4bit", "4-bit")):
+    if any(bits in key for bits in ("8bit", "4bit")):
         raise UsageError(
             f"--optimizer: of optimizers with states of 8 or 4 bits only {', '.join(QUANTIZED)} are known by name "
             f"(got {name!r}); for others add --simulate --optimizer module:function, a function that makes yours."
         )
     near = get_close_matches(key, known, 1)
-    own = "or add --simulate --optimizer module:function, a function that makes yours"
-    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}, {own}."
+    own = "add --simulate --optimizer module:function, a function that makes yours"
+    hint = f"did you mean {near[0]}? If not, {own}." if near else f"use one of {', '.join(known)}, or {own}."
     raise UsageError(f"--optimizer: unknown (got {name!r}); {hint}")
 
 
@@ -87,7 +111,9 @@ def _factored(shape: Shape) -> int:
 
 # torch.optim's documentation of each: sgd keeps a buffer only with momentum; Adam and AdamW the first and second
 # moment (https://arxiv.org/abs/1412.6980); Adagrad and RMSprop the second only; Lion the first only
-# (https://arxiv.org/abs/2302.06675); Adafactor factors the second (https://arxiv.org/abs/1804.04235).
+# (https://arxiv.org/abs/2302.06675); Adafactor factors the second (https://arxiv.org/abs/1804.04235); Muon the first
+# (https://kellerjordan.github.io/posts/muon); schedule-free ones the point z, AdamW's the second moment too
+# (https://github.com/facebookresearch/schedule_free).
 STATE: dict[str, Callable[[Shape], int]] = {
     "sgd": _none,
     "momentum": _one,
@@ -97,11 +123,39 @@ STATE: dict[str, Callable[[Shape], int]] = {
     "adagrad": _one,
     "rmsprop": _one,
     "lion": _one,
+    "muon": _one,
+    "nadam": _two,
+    "radam": _two,
+    "adamax": _two,
+    "adadelta": _two,
+    "adamwschedulefree": _two,
+    "sgdschedulefree": _one,
 }
 
-# torch/optim/adagrad.py and rmsprop.py, _multi_tensor_*: the root of the second moment; Adagrad's scaled gradients too.
-# Adam's kernels are fused and SGD's work in place.
-_MADE_IN_STEP = {"adagrad": 2, "rmsprop": 1}
+# torch/optim/adagrad.py, rmsprop.py, ..., _multi_tensor_*: the root of the second moment; Adagrad's scaled gradients
+# and Adadelta's update too. The same in schedule_free's AdamW. Adam's kernels are fused and SGD's work in place.
+_MADE_IN_STEP = {
+    "adagrad": 2,
+    "rmsprop": 1,
+    "nadam": 1,
+    "radam": 1,
+    "adamax": 1,
+    "adadelta": 2,
+    "adamwschedulefree": 1,
+}
+
+
+def _of_muon(shape: Shape, itemsize: int) -> int:
+    """The update, and in 16 bits two of it and two squares of its smaller side (torch/optim/_muon.py,
+    `_zeropower_via_newtonschulz`)."""
+    return prod(shape) * (itemsize + 4) + 4 * min(shape) ** 2
+
+
+# torch/optim/_adafactor.py, _single_tensor_adafactor, its default: the update.
+_TEMPORARY: dict[str, Callable[[Shape, int], int]] = {
+    "adafactor": lambda shape, itemsize: prod(shape) * itemsize if len(shape) > 1 else 0,
+    "muon": _of_muon,
+}
 
 # torchao.optim, whose optimizers take sharded parameters (https://github.com/pytorch/ao, torchao 0.18).
 _8_BIT, _4_BIT, _FP8 = Quantized(8, 256, 256), Quantized(4, 128, 16), Quantized(8, 256, 0)

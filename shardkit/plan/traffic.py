@@ -18,7 +18,8 @@ from shardkit.plan.unit_sizes import ShardedSizes, UnitSizes
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives of one kind on one axis in one optimizer step; `calls` is None if torch decides it (DDP)."""
+    """All collectives of one kind on one axis in one optimizer step; on the axis "optimizer" those over the shards that
+    its step makes. `calls` is None if torch decides it (DDP)."""
 
     kind: str
     axis: str
@@ -96,6 +97,7 @@ def _of_fsdp(plan: ShardedSizes, config: Config, world_size: int, machine: int) 
     """Every micro-batch gathers and reduces over the shards; replicas all-reduce once per step.
 
     Gradients of replicated parameters are all-reduced over all ranks in their own dtype, in one call per micro-batch.
+    Optimizers that need whole tensors gather parameters and gradients (`optim.local_step.WholeStep`).
     """
     shards, replicas = plan.axes.shards, plan.axes.replicas
     times = config.shardkit.gradient_accumulation_steps
@@ -104,12 +106,14 @@ def _of_fsdp(plan: ShardedSizes, config: Config, world_size: int, machine: int) 
     reduced = sum(unit.reduce_bytes for unit in reduces)
     whole = plan.replicated.gradient_bytes
     near = min(machine, shards)
+    in_step = 2 * len(plan.gathered_in_step), 2 * sum(plan.gathered_in_step)
     return _present(
         [
             Collective("all_gather", "shard", len(gathers) * times, gathered * times, shards, near),
             Collective("reduce_scatter", "shard", len(reduces) * times, reduced * times, shards, near),
             Collective("all_reduce", "replicate", len(reduces), reduced // shards, replicas, max(1, machine // shards)),
             Collective("all_reduce", "world", times, whole * times, world_size, machine),
+            Collective("all_gather", "optimizer", *in_step, shards, near),
         ]
     )
 

@@ -34,7 +34,7 @@ def tracked_step(
     config: Config,
     mesh: DeviceMesh | None,
     process: Process,
-    make_optimizer: OptimizerFactory,
+    make_optimizers: OptimizerFactory,
     loss: LossFunction,
     has_buckets: bool,
     stateless: Collection[str] = (),
@@ -46,22 +46,23 @@ def tracked_step(
     """
     precision.autocast_forward(model, config, process.device)
     parallel = parallelize(model, config, mesh, process)
-    trained = [p for p in every_parameter(parallel) if p.requires_grad]
+    trained = {name: p for name, p in nn.Module.named_parameters(parallel) if p.requires_grad}
     if not trained:
         raise ModelError("model: no parameter is trained; set requires_grad on some.")
-    optimizer = make_optimizer(trained)
-    stepper = local_step.stepper_of(optimizer)
+    optimizers = make_optimizers(trained)
+    steppers = [local_step.stepper_of(optimizer) for optimizer in optimizers]
     tracker = MemoryTracker(is_on_host=config.use_cpu)
     with tracker:
-        has_state = [p for name, p in parallel.named_parameters() if p.requires_grad and name not in stateless]
-        _make_states(optimizer, stepper, has_state, tracker)
+        _make_states(steppers, [p for name, p in trained.items() if name not in stateless], tracker)
         averages = _averages(parallel, ema)
         tracker.count([*every_parameter(parallel), *parallel.buffers(), *averages], "parameters")
-        tracker.count((value for state in optimizer.state.values() for value in state.values()), "optimizer_state")
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        tracker.count((value for state in states for value in state.values()), "optimizer_state")
+        del states
         if config.mode != "fsdp":
-            _hold_gradients(trained, tracker, has_buckets, config.shardkit.ddp.comm_hook == "power_sgd")
+            _hold_gradients([*trained.values()], tracker, has_buckets, config.shardkit.ddp.comm_hook == "power_sgd")
         _mark(parallel, config, tracker)
-        unused = _run(parallel, optimizer, stepper, config, loss, tracker)
+        unused = _run(parallel, steppers, config, loss, tracker)
     del averages
     return tracker, unused
 
@@ -96,21 +97,28 @@ def _copied(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return local.detach().to(dtype, copy=True)
 
 
-def _make_states(
-    optimizer: torch.optim.Optimizer, stepper: Stepper, parameters: Iterable[nn.Parameter], tracker: MemoryTracker
-) -> None:
-    """Creates the optimizer's state, as it exists from the second step on."""
+def _make_states(steppers: list[Stepper], parameters: list[nn.Parameter], tracker: MemoryTracker) -> None:
+    """Creates the optimizers' state, as it exists from the second step on."""
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
+    _step(steppers, tracker)
+    _drop_gradients(parameters)
+
+
+def _step(steppers: list[Stepper], tracker: MemoryTracker) -> None:
     with tracker.in_optimizer():
-        stepper.step()
-    optimizer.zero_grad()
+        for stepper in steppers:
+            stepper.step()
+
+
+def _drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _run(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    stepper: Stepper,
+    steppers: list[Stepper],
     config: Config,
     loss: LossFunction,
     tracker: MemoryTracker,
@@ -134,10 +142,9 @@ def _run(
         tracker.payload_bytes[kind] = tracker.payload_bytes.get(kind, 0) + size
     unused = tuple(name for name, p in model.named_parameters() if p.requires_grad and p.grad is None)
     tracker.enter("optimizer")
-    with tracker.in_optimizer():
-        stepper.step()
+    _step(steppers, tracker)
     tracker.enter("end")
-    optimizer.zero_grad()
+    _drop_gradients(every_parameter(model))
     del output, value
     return unused
 

@@ -16,7 +16,7 @@ from shardkit.model.cut import as_trained, cut, outermost, shard_dim, whole
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan import averages
 from shardkit.plan.averages import Ema
-from shardkit.plan.optimizers import state_bytes, step_bytes
+from shardkit.plan.optimizers import check, needs_whole, state_bytes, step_bytes, whole_step_bytes
 
 _FLOATING = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "fp32": 4, "fp16": 2, "bf16": 2}
 _OTHER = {
@@ -73,7 +73,8 @@ class UnitSizes:
 @dataclass(frozen=True)
 class ShardedSizes:
     """Input of the memory and traffic formulas. `units` are in forward order, without the root. `cast_bytes`: copies of
-    parameters that autocast keeps from forward to backward, where nothing is sharded."""
+    parameters that autocast keeps from forward to backward, where nothing is sharded. `whole_step_bytes`: what an
+    optimizer that needs whole parameters makes in its step; `gathered_in_step`: the bytes of each that it gathers."""
 
     axes: Axes
     units: tuple[UnitSizes, ...]
@@ -82,6 +83,8 @@ class ShardedSizes:
     buffer_bytes: int
     averaged_buffer_bytes: int = 0
     cast_bytes: int = 0
+    whole_step_bytes: int = 0
+    gathered_in_step: tuple[int, ...] = ()
 
 
 def axes(config: Config, world_size: int, ranks_per_machine: int) -> Axes:
@@ -124,7 +127,9 @@ def layout(
     owned = {unit.fqn: [(name, parameters[name]) for name in unit.parameters] for unit in decided.units}
     keeps_dtype = {unit.fqn: unit.keeps_dtype for unit in decided.units}
     chosen = {fqn for fqn in owned if fqn}
-    sizes = _Sizes(used, found.shards, optimizer, not is_sharded, ema)
+    kinds = optimizers_of(tree, optimizer)
+    sizes = _Sizes(used, found.shards, kinds, not is_sharded, ema)
+    gathered = [(n, p) for n, p in parameters.items() if p.trainable and needs_whole(kinds[n])]
     early, late = _root_ends(tree, chosen)
     blocks = _block_counts(tree, chosen)
     units: list[UnitSizes] = []
@@ -142,7 +147,29 @@ def layout(
         buffer_bytes=buffer_bytes,
         averaged_buffer_bytes=buffer_bytes if ema is Ema.MODEL else 0,
         cast_bytes=0 if is_sharded else _cast_bytes(tree, used.param),
+        whole_step_bytes=whole_step_bytes(
+            optimizer, ((p.shape, itemsize(p.dtype)) for _, p in gathered), is_sharded and found.shards > 1
+        )
+        if gathered
+        else 0,
+        gathered_in_step=tuple(sizes.padded_bytes(p) for n, p in gathered if n not in decided.replicated),
     )
+
+
+def optimizers_of(tree: ModuleNode, optimizer: str) -> dict[str, str]:
+    """The optimizer of each parameter, by name: Muon is for the matrices of blocks (where none repeats, for those that
+    are no tables), with AdamW for the others (https://kellerjordan.github.io/posts/muon)."""
+    name = check(optimizer)
+    if name != "muon":
+        return {parameter: name for parameter, _ in tree.owned()}
+    blocks, nodes = set(_blocks(tree)), {node.fqn: node for node in tree.walk()}
+
+    def is_hidden(parameter: str, shape: tuple[int, ...]) -> bool:
+        module = parameter.rpartition(".")[0]
+        inside = _unit_around(module, blocks) if blocks else not nodes[module].is_lookup
+        return len(shape) == 2 and bool(inside)
+
+    return {n: "muon" if is_hidden(n, p.shape) else "adamw" for n, p in tree.owned()}
 
 
 def _cast_bytes(tree: ModuleNode, compute: str | None) -> int:
@@ -172,7 +199,7 @@ class _Sizes:
 
     dtypes: Dtypes
     shards: int
-    optimizer: str
+    optimizers: dict[str, str]
     is_ddp: bool
     ema: Ema
 
@@ -199,7 +226,7 @@ class _Sizes:
             numel=sum(p.numel for _, p, _ in rows),
             parameter_bytes=sum(prod(local) * itemsize(p.dtype) for _, p, local in rows),
             gradient_bytes=sum(prod(local) * itemsize(p.dtype) for _, p, local in trainable),
-            optimizer_bytes=sum(state_bytes(self.optimizer, local, itemsize(p.dtype)) for _, p, local in trainable),
+            optimizer_bytes=sum(self._state_bytes(name, p, local) for name, p, local in trainable),
             gathered_bytes=sum(prod(local) * self.shards * _computed_itemsize(p, compute) for _, p, local in rows),
             rearranged_bytes=sum(
                 p.numel * _computed_itemsize(p, compute) for _, p, _ in rows if self._is_rearranged(p)
@@ -215,8 +242,16 @@ class _Sizes:
             is_gathered_in_backward=in_backward,
             blocks=blocks,
             average_bytes=sum(prod(local) * self._average_itemsize(p) for _, p, local in rows),
-            step_bytes=sum(step_bytes(self.optimizer, local, itemsize(p.dtype)) for _, p, local in trainable),
+            step_bytes=sum(step_bytes(self.optimizers[name], local, itemsize(p.dtype)) for name, p, local in trainable),
         )
+
+    def padded_bytes(self, parameter: Parameter) -> int:
+        """All ranks' shards of the parameter, in its own dtype."""
+        return prod(self._local_shape(parameter)) * self.shards * itemsize(parameter.dtype)
+
+    def _state_bytes(self, name: str, parameter: Parameter, local: tuple[int, ...]) -> int:
+        kind = self.optimizers[name]
+        return state_bytes(kind, parameter.shape if needs_whole(kind) else local, itemsize(parameter.dtype))
 
     def _average_itemsize(self, parameter: Parameter) -> int:
         return averages.itemsize(self.ema, itemsize(parameter.dtype), parameter.trainable)

@@ -34,6 +34,7 @@ from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Moment
 from shardkit.plan.memory_tracker import MemoryTracker
 from shardkit.plan.training_step import tracked_forward, tracked_step
+from shardkit.plan.unit_sizes import optimizers_of
 
 
 @dataclass(frozen=True)
@@ -243,12 +244,13 @@ def _tracked(
         if job.loss == "dropped":
             loss = batches.without_output(loss)
         has_buckets = config.mode == "ddp" and job.world_size > 1
-        make, needs_whole = batches.optimizer_factory(job.optimizer), list[bool]()
+        kinds = None if ":" in job.optimizer else optimizers_of(tree_of(model), job.optimizer)
+        make, needs_whole = batches.optimizer_factory(job.optimizer, kinds), list[bool]()
 
-        def factory(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-            optimizer = make(parameters)
-            needs_whole.append(needs_whole_tensors(optimizer))
-            return optimizer
+        def factory(parameters: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
+            optimizers = make(parameters)
+            needs_whole.extend(map(needs_whole_tensors, optimizers))
+            return optimizers
 
         ema = Ema(job.ema)
         tracker, unused = tracked_step(model, config, mesh, process, factory, loss, has_buckets, stateless, ema)
