@@ -26,6 +26,7 @@ from shardkit.plan.answer import PlanRequest, row
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
 from shardkit.plan.devices import DEVICES
+from shardkit.plan.memory_tracker import MemoryTracker
 from shardkit.plan.optimizers import check
 from shardkit.plan.simulation import _simulation, simulate
 from shardkit.plan.training_step import tracked_forward
@@ -645,6 +646,30 @@ def test_the_only_number_of_an_output_is_the_loss():
     assert batches.loss_in({"logits": logits, "total": loss, "step": 1}) is loss
     for others in ((loss, loss + 1), (scale.exp(),), (scale,)):  # CLIP's temperature is no loss
         torch.testing.assert_close(batches.loss_in((logits, *others)), logits.mean() + sum(others))
+
+
+@pytest.mark.parametrize(("layers", "is_bidirectional"), [(1, False), (2, False), (2, True)])
+def test_what_an_lstm_saves_is_counted(layers, is_bidirectional):
+    """torch's fake operator saves nothing. Real ones keep at least as much."""
+
+    def held(is_trained: bool) -> int:
+        lstm = nn.LSTM(32, 64, layers, bidirectional=is_bidirectional)
+        batch = torch.zeros(16, 4, 32)
+        tracker = MemoryTracker()
+        with tracker, torch.set_grad_enabled(is_trained):
+            tracker.count([*lstm.parameters(), batch], "parameters")
+            tracker.enter("forward")
+            output = lstm(batch)
+            tracker.enter("end")
+            tracker.enter("over")
+        del output
+        return tracker.moments[-1].memory.activations
+
+    with fake_world.fake_tensors():
+        counted = held(True) - held(False)
+    saved = 7 * 16 * 4 * 64 * 4 * layers * (2 if is_bidirectional else 1)
+    assert counted >= saved
+    assert counted <= held(True) - held(False)
 
 
 def test_weights_alone_cannot_be_simulated(tmp_path):

@@ -293,11 +293,24 @@ class MemoryTracker(TorchDispatchMode):
 def _run(function: Any, args: Any, kwargs: Any) -> Any:
     """The operator's result. For fake tensors torch accepts grouped matrix products in bf16 only, although its kernels
     accept other dtypes (`_meta_grouped_mm_common`, torch 2.13): others run in bf16, and the result gets their dtype."""
+    if function is torch.ops.aten.mkldnn_rnn_layer.default:
+        return _with_workspace(function(*args, **kwargs), *args)
     is_grouped = function is torch.ops.aten._grouped_mm.default
     if not is_grouped or not isinstance(args[0], FakeTensor) or args[0].dtype is torch.bfloat16:
         return function(*args, **kwargs)
     narrow = (args[0].to(torch.bfloat16), args[1].to(torch.bfloat16), *args[2:])
     return torch.empty_like(function(*narrow, **kwargs), dtype=args[0].dtype)
+
+
+def _with_workspace(result: Any, batch: torch.Tensor, *others: Any) -> Any:
+    """The result of one layer of an LSTM with what it saves for backward, which a fake one leaves empty
+    (`mkldnn_rnn_layer` in torch/_meta_registrations.py, torch 2.13): each token's four gates, its cell before and
+    after, and its hidden state, as torch's own kernel saves them (`_thnn_fused_lstm_cell`)."""
+    hidden_size, is_trained = others[9], others[14]
+    if not is_trained or not isinstance(result[3], FakeTensor):
+        return result
+    tokens = batch.shape[0] * batch.shape[1]
+    return (*result[:3], result[3].new_empty(7 * tokens * hidden_size * batch.element_size()))
 
 
 def _depth(fake_mode: Any) -> int:
