@@ -60,12 +60,13 @@ def is_of_the_same(row: Row, measured: Measured) -> bool:
 def table(row: Row, measured: Measured) -> str:
     """Planned and measured memory, in MiB. They differ by what the script itself holds."""
     planned = row.memory.peak
-    everything = row.memory.timeline[-1].memory if row.memory.timeline else planned
+    everything = row.memory.timeline[-1].memory
     host = row.memory.host
+    before_its_step = min((each.memory for each in row.memory.timeline), key=lambda each: each.optimizer_state)
     lines = [
         ("parameters", host.parameters + planned.parameters, measured.parameter_bytes),
         ("gradients, all of them", host.gradients + everything.gradients, measured.gradient_bytes),
-        ("optimizer state", host.optimizer_state + planned.optimizer_state, measured.optimizer_bytes),
+        ("optimizer state", host.optimizer_state + before_its_step.optimizer_state, measured.optimizer_bytes),
         ("peak", planned.total, measured.peak_bytes),
     ]
     how = "simulated" if row.simulated else "closed form"
@@ -84,6 +85,11 @@ def comparison(planned: Answer, measured: Measured) -> str:
     text = table(planned.chosen_row, measured)
     if not is_of_the_same(planned.chosen_row, measured):
         text += "\n  The parameters differ: the run had another model, other settings or another number of ranks."
+    if measured.device == "cpu":
+        text += (
+            "\n  On a CPU the measured peak is what the process grew by: it includes the model before it was\n"
+            "  sharded, and what torch loads."
+        )
     if measured.ranks != planned.request.world_size:
         text += f"\n  The plan is for {counted(planned.request.world_size, 'rank')}: add --world {measured.ranks}."
     return text
