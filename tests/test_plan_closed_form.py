@@ -188,6 +188,19 @@ def test_what_is_not_sharded_is_not_offloaded(trainable):
     assert (last.gradients, last.optimizer_state) == ((whole, 2 * whole) if trainable else (0, 0))
 
 
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+def test_state_of_whole_tensors_is_not_offloaded(optimizer):
+    """Their step is on the device; AdamW's, of what Muon leaves, on the host."""
+    usual, offloaded = (
+        planned(model(), configuration(1, offload_params=offload), optimizer=optimizer) for offload in (False, True)
+    )
+    for before, after in zip(usual.memory.timeline, offloaded.memory.timeline, strict=True):
+        of_adamw = offloaded.memory.host.optimizer_state
+        assert before.memory.optimizer_state == after.memory.optimizer_state + of_adamw
+        assert after.memory.parameters == 0
+    assert (of_adamw > 0) is (optimizer == "muon")
+
+
 @pytest.mark.parametrize(("optimizer", "times"), [("sgd", 0), ("momentum", 1), ("adam", 2), ("adamw", 2), ("AdamW", 2)])
 def test_optimizer_state(optimizer, times):
     assert planned(model(), configuration(1), optimizer=optimizer).memory.peak.optimizer_state == times * 2560

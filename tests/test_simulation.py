@@ -807,7 +807,7 @@ def test_planned_beside_measured(tmp_path):
     assert lines[0] == "Planned (closed form) and measured (rank 1 of 2, cpu), MiB"
     peak = row(asked).memory.peak.total
     assert lines[-1].split() == ["peak", f"{peak / 2**20:.1f}", "2.0", f"{peak / 2**21:.3f}"]
-    with_adagrad = row(replace(asked, optimizer="adagrad", batch_size=None))  # its step makes twice as much as its state
+    with_adagrad = row(replace(asked, optimizer="adagrad", batch_size=None))  # its step makes twice its state
     state = with_adagrad.memory.timeline[0].memory.optimizer_state
     assert with_adagrad.memory.peak.optimizer_state == 3 * state
     planned = measured.table(with_adagrad, found).splitlines()[-2]

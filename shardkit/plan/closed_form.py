@@ -128,7 +128,7 @@ def estimate(
     timeline = tuple(walk(plan, config, kept or Activations()))
     host = Memory()
     if _is_offloaded(plan, config):
-        timeline, host = offload(timeline, never_offloaded(plan))
+        timeline, host = offload(timeline, never_offloaded(plan), plan.whole_step_bytes)
     if keeps_on_host(config) and kept:
         host = replace(host, activations=sum(_saved_bytes(unit, config, kept) for unit in [*plan.units, plan.root]))
     top = max(timeline, key=lambda moment: moment.memory.total)
@@ -182,32 +182,34 @@ def _is_offloaded(plan: ShardedSizes, config: Config) -> bool:
 
 def never_offloaded(plan: ShardedSizes) -> Memory:
     """What stays on the device when the shards are offloaded: replicated parameters (`shard_model.py` moves ignored
-    modules there), with their gradients and optimizer state, and buffers (`_move_states_to_device` of fully_shard)."""
+    modules there), with their gradients and optimizer state, buffers (`_move_states_to_device` of fully_shard), and the
+    state of optimizers that need whole tensors (`local_step.WholeStep` steps there)."""
     whole = plan.replicated
     return Memory(
         whole.parameter_bytes + whole.average_bytes + plan.buffer_bytes + plan.averaged_buffer_bytes,
         whole.gradient_bytes,
-        whole.optimizer_bytes,
+        whole.optimizer_bytes + plan.whole_state_bytes,
     )
 
 
-def offload(timeline: tuple[Moment, ...], stays: Memory) -> tuple[tuple[Moment, ...], Memory]:
+def offload(timeline: tuple[Moment, ...], stays: Memory, in_step: int) -> tuple[tuple[Moment, ...], Memory]:
     """The device's timeline with what `stays` of the persistent memory, and the rest of it, the shards, in host memory,
-    where the optimizer runs."""
+    where the optimizer runs, except for what it makes on the device `in_step`."""
 
-    def on_device(memory: Memory) -> Memory:
-        of_optimizer = min(memory.optimizer_state, stays.optimizer_state)
+    def on_device(moment: Moment) -> Memory:
+        memory, made = moment.memory, in_step if moment.phase == "optimizer" else 0
+        of_optimizer = min(memory.optimizer_state, stays.optimizer_state + made)
         gradients = min(memory.gradients, stays.gradients)
         return replace(memory, parameters=stays.parameters, gradients=gradients, optimizer_state=of_optimizer)
 
     last = timeline[-1].memory
-    there = on_device(last)
+    there = on_device(timeline[-1])
     host = Memory(
         last.parameters - there.parameters,
         last.gradients - there.gradients,
         last.optimizer_state - there.optimizer_state,
     )
-    return tuple(replace(moment, memory=on_device(moment.memory)) for moment in timeline), host
+    return tuple(replace(moment, memory=on_device(moment)) for moment in timeline), host
 
 
 def _persistent(plan: ShardedSizes) -> Memory:

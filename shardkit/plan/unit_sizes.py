@@ -74,7 +74,8 @@ class UnitSizes:
 class ShardedSizes:
     """Input of the memory and traffic formulas. `units` are in forward order, without the root. `cast_bytes`: copies of
     parameters that autocast keeps from forward to backward, where nothing is sharded. `whole_step_bytes`: what an
-    optimizer that needs whole parameters makes in its step; `gathered_in_step`: the bytes of each that it gathers."""
+    optimizer that needs whole parameters makes in its step; `whole_state_bytes`: its state of sharded ones;
+    `gathered_in_step`: the bytes of each that it gathers."""
 
     axes: Axes
     units: tuple[UnitSizes, ...]
@@ -84,6 +85,7 @@ class ShardedSizes:
     averaged_buffer_bytes: int = 0
     cast_bytes: int = 0
     whole_step_bytes: int = 0
+    whole_state_bytes: int = 0
     gathered_in_step: tuple[int, ...] = ()
 
 
@@ -152,6 +154,9 @@ def layout(
         )
         if gathered
         else 0,
+        whole_state_bytes=sum(
+            state_bytes(kinds[n], p.shape, itemsize(p.dtype)) for n, p in gathered if n not in decided.replicated
+        ),
         gathered_in_step=tuple(sizes.padded_bytes(p) for n, p in gathered if n not in decided.replicated),
     )
 
