@@ -473,6 +473,8 @@ def test_no_model_is_refused_with_the_forms(capsys):
         (("--device", "h1000"), "--device: unknown (got 'h1000'); did you mean h100?"),
         (("--device", "abacus"), "use one of a100-pcie, a100-40"),
         (("--device", " "), "--device: unknown (got ' '); use one of a100-pcie, "),
+        (("--device", "tpu-v7"), "--device: unknown (got 'tpu-v7'); did you mean tpu-v7x?"),
+        (("--device", "tpu9"), "--device: unknown (got 'tpu9'); use one of a100-pcie, "),
         (("--device", "b3"), "--device: unknown (got 'b3'); did you mean b300?"),
         (("--optimizer", "soap"), "or add --simulate --optimizer module:function, a function that makes yours."),
         (

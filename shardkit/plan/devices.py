@@ -276,7 +276,7 @@ def find(name: str, memory_bytes: int | None = None) -> Device:
     elif (size := memory_in(name)) is not None:
         device = Device(f"device of {name.strip()}", size, {})
     else:
-        families = (known.rpartition("-")[0] for known in DEVICES if "-" in known)
+        families = (known.rpartition("-")[0] for known, device in DEVICES.items() if "-" in known and not device.is_tpu)
         near = get_close_matches(key, [*DEVICES, *families], 1)
         hint = f"did you mean {near[0]}? If not," if near else f"use one of {', '.join(DEVICES)}, or"
         raise UsageError(f"--device: unknown (got {name!r}); {hint} give its memory: 80GiB.")
