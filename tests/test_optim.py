@@ -1,6 +1,7 @@
 """Optimizers that were built before, their path over sharded parameters, and the norm of all gradients."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from shardkit import Accelerator
 from shardkit.config.schema import Config
 from shardkit.distributed import process
+from shardkit.distributed.tensors import local_part
 from shardkit.errors import ModelError, UsageError
 from shardkit.optim import clip, local_step, plain_step, rebind
 from shardkit.sharding.init import init_empty_weights
@@ -238,6 +240,50 @@ def test_hooks_on_the_step_see_the_models_parameters(ranks, name):
     for losses, called in ranks.run(2, hooked, name, True):
         assert losses == pytest.approx(expected[0], abs=1e-5)
         assert called == 6
+
+
+def of_whole_tensors(name: str, project: Path | None = None, resume: bool = False) -> tuple[list[float], float]:
+    """(weights after four steps, the third and fourth maybe resumed; the part of the state that this rank keeps).
+    `name`: Muon, or Transformers' Adafactor with a first moment. In one process where there is no group."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(6, 10, bias=False), nn.Tanh(), nn.Linear(10, 3, bias=False))
+    if name == "Muon":
+        optimizer: Any = torch.optim.Muon(model.parameters(), lr=1e-2)
+    else:
+        adafactor = pytest.importorskip("transformers.optimization").Adafactor
+        optimizer = adafactor(model.parameters(), lr=1e-2, relative_step=False, beta1=0.9)
+    accelerator = None
+    if dist.is_initialized():
+        settings = {"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": {"fsdp_auto_wrap_policy": "NO_WRAP"}}
+        accelerator = Accelerator(config={**settings, "num_processes": dist.get_world_size()})
+        model, optimizer = accelerator.prepare(model, optimizer)
+    if resume:
+        accelerator.load_state(project)
+    for step in range(2 if resume else 0, 4):
+        x = torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        accelerator.backward(loss) if accelerator else loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1 and project:
+            accelerator.save_state(project)
+    state = [(p, v) for p, row in optimizer.state.items() for v in row.values() if getattr(v, "shape", 0) == p.shape]
+    assert len(state) == 2 and all(isinstance(v, DTensor) is isinstance(p, DTensor) for p, v in state)
+    kept = sum(local_part(v).numel() for _, v in state) / sum(v.numel() for _, v in state)
+    weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return [value for p in weights for value in p.detach().flatten().tolist()], kept
+
+
+@pytest.mark.parametrize("name", ["Muon", pytest.param("Adafactor", marks=pytest.mark.slow)])
+def test_state_of_whole_tensors_is_sharded_between_steps(ranks, tmp_path, name):
+    expected, _ = of_whole_tensors(name)
+    tolerance = 2e-3 if name == "Muon" else 1e-5  # Muon computes in bf16
+    saved = ranks.run(2, of_whole_tensors, name, tmp_path / "state")
+    resumed = ranks.run(3, of_whole_tensors, name, tmp_path / "state", True)
+    for weights, kept in [*saved, *resumed]:
+        assert weights == pytest.approx(expected, abs=tolerance)
+        assert kept < 0.6
+    assert resumed[0][0] == pytest.approx(saved[0][0], abs=tolerance / 10)
 
 
 def mean_of_numbers() -> float:

@@ -4,8 +4,8 @@
 
 Elementwise optimizers (Adam, SGD, ...) work on this rank's local tensors, without communication, at the cost of the
 kernels alone. (On DTensors, sharding propagation of foreach operators takes time quadratic in the number of tensors.)
-Adafactor and Muon need whole rows and matrices: parameters and gradients are gathered, a chunk at a time, and every
-rank computes the same. Any other optimizer runs unchanged, on DTensors (`plain_step.py`).
+Adafactor and Muon need whole rows and matrices: parameters, gradients and state are gathered, a chunk at a time, and
+every rank computes the same. Any other optimizer runs unchanged, on DTensors (`plain_step.py`).
 
 Outside of the step the param groups hold the model's parameters, and the state is sharded as they are.
 """
@@ -25,7 +25,7 @@ import torch
 from shardkit.distributed.tensors import is_dtensor, local_part, memory_of, own_part, sharded_like, whole
 from shardkit.errors import UsageError
 from shardkit.optim.kernels import ELEMENTWISE, choose_kernels, kind_of, laid_out_as, lay_out_gradient, parameters_of
-from shardkit.optim.parts import like_parameter, make_gradient_plain, part_of_whole
+from shardkit.optim.parts import like_parameter, make_gradient_plain, part_of_whole, sharded_part
 from shardkit.optim.plain_step import Operations, PlainStep, ShardedStep
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ OF_REPLICAS = (
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer",
     "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer",
 )
-# Gathered parameters and gradients held at a time.
+# Gathered parameters and gradients held at a time; the state of the same parameters comes on top.
 WHOLE_BYTES = 256 << 20
 
 _Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -68,7 +68,7 @@ def stepper_of(optimizer: torch.optim.Optimizer, operations: Callable[[], Operat
 
 
 def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's state describes whole parameters, equal on every rank."""
+    """Whether a step needs whole parameters, and its state may describe these: rows and columns."""
     kind = kind_of(optimizer)
     return f"{kind.__module__}.{kind.__qualname__}" in WHOLE_TENSORS
 
@@ -298,7 +298,7 @@ class WholeStep:
                 if is_dtensor(parameter):
                     local_part(parameter).copy_(own_part(value, parameter))
                 if value in own:
-                    state[parameter] = own[value]
+                    state[parameter] = _kept_row(own[value], state.get(parameter), parameter)
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -313,13 +313,32 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _whole_row(row: Any, device: torch.device) -> Any:
-    """A parameter's state with full tensors, on the device of the full parameter: the state of an offloaded one was
-    loaded into host memory. Collective where a load has sharded those of the parameter's shape."""
+    """A parameter's state with full tensors, on the device of the full parameter: that of an offloaded one is in host
+    memory. Collective where some are sharded."""
     if not _is_row(row):
         return row
-    full = {name: value.full_tensor() if is_dtensor(value) else value for name, value in row.items()}
+    full = {name: whole(value) if is_dtensor(value) else value for name, value in row.items()}
     has_dims = {name for name, value in full.items() if isinstance(value, torch.Tensor) and value.dim()}
     return {name: value.to(device) if name in has_dims else value for name, value in full.items()}
+
+
+def _kept_row(row: Any, before: Any, parameter: torch.Tensor) -> Any:
+    """A parameter's state as it is kept between steps: what has the parameter's shape is sharded as the parameter is,
+    in the tensors of `before`, if there are such. Rows and columns are kept whole."""
+    if not (_is_row(row) and is_dtensor(parameter)):
+        return row
+    found = {}
+    for name, value in row.items():
+        if not (isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape):
+            found[name] = value
+            continue
+        kept = before.get(name) if _is_row(before) else None
+        if is_dtensor(kept) and kept.placements == parameter.placements:
+            local_part(kept).copy_(own_part(value, parameter))
+        else:
+            kept = sharded_part(value, parameter)
+        found[name] = kept
+    return found
 
 
 def _chunks(groups: Sequence[Sequence[torch.Tensor]]) -> Iterator[set[int]]:

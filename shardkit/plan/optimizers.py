@@ -28,7 +28,7 @@ def step_bytes(name: str, shape: Shape, itemsize: int) -> int:
 
 
 # Sharded parameters and gradients are gathered for these, until there are so many bytes of them
-# (`optim.local_step.WHOLE_TENSORS` and `WHOLE_BYTES`), and the state is that of whole parameters on every rank.
+# (`optim.local_step.WHOLE_TENSORS` and `WHOLE_BYTES`), with their state.
 WHOLE_TENSORS = ("adafactor", "muon")
 WHOLE_BYTES = 256 << 20
 
@@ -38,14 +38,26 @@ def needs_whole(name: str) -> bool:
     return check(name) in WHOLE_TENSORS
 
 
+def is_state_whole(name: str, shape: Shape) -> bool:
+    """Whether every rank keeps the state of a whole parameter of this shape: Adafactor's rows and columns. What has the
+    parameter's own shape is sharded as the parameter is."""
+    return check(name) == "adafactor" and len(shape) > 1
+
+
+def gathers(name: str, shape: Shape) -> int:
+    """How often such a parameter's bytes are gathered for a step: itself, its gradient, and state that is sharded."""
+    return 2 if is_state_whole(name, shape) else 3
+
+
 def whole_step_bytes(name: str, parameters: Iterable[tuple[Shape, int]], is_sharded: bool) -> int:
     """Bytes that such an optimizer's step makes at most, for parameters of these shapes and item sizes, in order: what
     is gathered for a chunk of them, and the temporary tensors of one."""
-    most, gathered, largest = 0, 0, 0
+    most, chunk, gathered, largest = 0, 0, 0, 0
     for shape, itemsize in parameters:
-        if gathered >= WHOLE_BYTES:
-            gathered, largest = 0, 0
-        gathered += 2 * prod(shape) * itemsize if is_sharded else 0
+        if chunk >= WHOLE_BYTES:
+            chunk, gathered, largest = 0, 0, 0
+        size = prod(shape) * itemsize if is_sharded else 0
+        chunk, gathered = chunk + 2 * size, gathered + gathers(name, shape) * size
         largest = max(largest, _TEMPORARY[check(name)](shape, itemsize))
         most = max(most, gathered + largest)
     return most

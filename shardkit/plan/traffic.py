@@ -97,7 +97,7 @@ def _of_fsdp(plan: ShardedSizes, config: Config, world_size: int, machine: int) 
     """Every micro-batch gathers and reduces over the shards; replicas all-reduce once per step.
 
     Gradients of replicated parameters are all-reduced over all ranks in their own dtype, in one call per micro-batch.
-    Optimizers that need whole tensors gather parameters and gradients (`optim.local_step.WholeStep`).
+    Optimizers that need whole tensors gather parameters, gradients and state (`optim.local_step.WholeStep`).
     """
     shards, replicas = plan.axes.shards, plan.axes.replicas
     times = config.shardkit.gradient_accumulation_steps
@@ -106,7 +106,7 @@ def _of_fsdp(plan: ShardedSizes, config: Config, world_size: int, machine: int) 
     reduced = sum(unit.reduce_bytes for unit in reduces)
     whole = plan.replicated.gradient_bytes
     near = min(machine, shards)
-    in_step = 2 * len(plan.gathered_in_step), 2 * sum(plan.gathered_in_step)
+    in_step = len(plan.gathered_in_step), sum(plan.gathered_in_step)
     return _present(
         [
             Collective("all_gather", "shard", len(gathers) * times, gathered * times, shards, near),

@@ -16,7 +16,15 @@ from shardkit.model.cut import as_trained, cut, outermost, shard_dim, whole
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan import averages
 from shardkit.plan.averages import Ema
-from shardkit.plan.optimizers import check, needs_whole, state_bytes, step_bytes, whole_step_bytes
+from shardkit.plan.optimizers import (
+    check,
+    gathers,
+    is_state_whole,
+    needs_whole,
+    state_bytes,
+    step_bytes,
+    whole_step_bytes,
+)
 
 _FLOATING = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "fp32": 4, "fp16": 2, "bf16": 2}
 _OTHER = {
@@ -74,8 +82,8 @@ class UnitSizes:
 class ShardedSizes:
     """Input of the memory and traffic formulas. `units` are in forward order, without the root. `cast_bytes`: copies of
     parameters that autocast keeps from forward to backward, where nothing is sharded. `whole_step_bytes`: what an
-    optimizer that needs whole parameters makes in its step; `whole_state_bytes`: its state of sharded ones;
-    `gathered_in_step`: the bytes of each that it gathers."""
+    optimizer that needs whole parameters makes in its step; `whole_state_bytes`: its state of sharded ones that every
+    rank keeps whole; `gathered_in_step`: the bytes of each tensor that it gathers."""
 
     axes: Axes
     units: tuple[UnitSizes, ...]
@@ -155,9 +163,16 @@ def layout(
         if gathered
         else 0,
         whole_state_bytes=sum(
-            state_bytes(kinds[n], p.shape, itemsize(p.dtype)) for n, p in gathered if n not in decided.replicated
+            state_bytes(kinds[n], p.shape, itemsize(p.dtype))
+            for n, p in gathered
+            if n not in decided.replicated and is_state_whole(kinds[n], p.shape)
         ),
-        gathered_in_step=tuple(sizes.padded_bytes(p) for n, p in gathered if n not in decided.replicated),
+        gathered_in_step=tuple(
+            sizes.padded_bytes(p)
+            for n, p in gathered
+            if n not in decided.replicated
+            for _ in range(gathers(kinds[n], p.shape))
+        ),
     )
 
 
@@ -256,7 +271,8 @@ class _Sizes:
 
     def _state_bytes(self, name: str, parameter: Parameter, local: tuple[int, ...]) -> int:
         kind = self.optimizers[name]
-        return state_bytes(kind, parameter.shape if needs_whole(kind) else local, itemsize(parameter.dtype))
+        shape = parameter.shape if is_state_whole(kind, parameter.shape) else local
+        return state_bytes(kind, shape, itemsize(parameter.dtype))
 
     def _average_itemsize(self, parameter: Parameter) -> int:
         return averages.itemsize(self.ema, itemsize(parameter.dtype), parameter.trainable)
