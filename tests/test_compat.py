@@ -1311,7 +1311,7 @@ def test_migrate_changes_all_scripts_or_none(tmp_path, capsys):
     out, error = capsys.readouterr()
     assert out == "" and (tmp_path / "a.py").read_text() == "import accelerate\n"
     assert "b.ipynb: only Python scripts are changed (got a notebook); in its cells, write" in error
-    assert "c.py: cannot be read" in error and error.endswith("2 errors. Nothing was changed.\n")
+    assert "c.py: no such file or folder" in error and error.endswith("2 errors. Nothing was changed.\n")
 
 
 def test_migrate_of_a_folder_takes_the_scripts_below_it_that_import_accelerate(tmp_path, capsys):

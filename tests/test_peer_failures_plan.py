@@ -41,7 +41,7 @@ def test_18_a_local_folder_is_planned_offline_with_ranks_strategies_and_activati
 
 
 def test_18_a_model_that_is_not_there_is_said_so(capsys):
-    assert run(["plan", "--model", "org/some-model", "--world", "2"]) == 1
+    assert run(["plan", "--model", "org/some-model", "--world", "2"]) == 2
     err = capsys.readouterr().err
     says = "no such folder; models are not downloaded: give the folder of its config.json."
     assert err == f"--model org/some-model: {says}\n"

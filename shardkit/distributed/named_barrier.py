@@ -60,15 +60,15 @@ def meet(call: str, timeout_s: float, error: type[ShardkitError]) -> None:
         raise error(f"{call}: {reason}") from reason.__cause__
 
 
-def meet_at_first(call: str, error: type[ShardkitError], timeout_s: float = IN_STEP_S) -> bool:
+def meet_at_first(call: str, error: type[ShardkitError], timeout_s: float | None = None) -> bool:
     """`meet` the first two times that this process group makes this call: those that some ranks leave out, they leave
-    out from the start. Whether it has met. Without spaces in the call."""
+    out from the start. Whether it has met. Without spaces in the call; by default within IN_STEP_S."""
     if not dist.is_initialized():
         return False
     times = _times.setdefault(dist.group.WORLD, Counter())
     if times[call] >= FIRST_TIMES:
         return False
-    meet(call, timeout_s, error)
+    meet(call, timeout_s or IN_STEP_S, error)
     times[call] += 1  # only now: those that have waited in vain meet the others at their next call
     return True
 
