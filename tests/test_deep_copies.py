@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shardkit import Accelerator
@@ -136,6 +137,28 @@ def test_copies_are_those_of_a_plain_model(ranks, settings, tolerance):
         for own, expected in zip(found, plain, strict=True):
             if rank == 0 or own.any():
                 torch.testing.assert_close(own, expected, rtol=tolerance, atol=tolerance)
+
+
+def converted(is_sharded: bool) -> torch.Tensor:
+    """The output in fp64 of a copy. The model has a parametrized weight, and a hook from a module without a name."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    made: dict[str, Any] = {}
+    exec("def threefold(module, given, output): return 3 * output", made)
+    model[0].register_forward_hook(made["threefold"])
+    if is_sharded:
+        model = Accelerator(config={"distributed_type": "FSDP", "use_cpu": True}).prepare(model)
+        with pytest.raises(UsageError, match="parameters that are copied before their model stay sharded"):
+            copy.deepcopy([*model.parameters(), model])
+    copied = copy.deepcopy(model).double()
+    assert type(copied[0]).__name__ == "ParametrizedLinear" and "_apply" not in vars(copied)
+    return copied(torch.ones(4, WIDTH, dtype=torch.float64)).detach()
+
+
+def test_a_copy_can_be_converted(ranks):
+    expected = converted(False)
+    for found in ranks.run(2, converted, True):
+        torch.testing.assert_close(found, expected)
 
 
 def of_rank_0() -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import _WrappedHook
+from torch.nn.utils import parametrize
 
 from shardkit.distributed import named_barrier
 from shardkit.distributed.tensors import is_dtensor, local_part, outside_inference_mode, whole
@@ -45,7 +46,8 @@ class DeepCopy:
 
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
         kind = _own_class(self._module)
-        if hasattr(kind, "__deepcopy__"):
+        copier = getattr(kind, "__deepcopy__", None)
+        if copier is not None and copier.__module__ != parametrize.__name__:
             raise UsageError(
                 f"{_CALL}: a {kind.__name__} copies itself, which it cannot once it is sharded (got a prepared model); "
                 "copy it before prepare."
@@ -61,7 +63,13 @@ class DeepCopy:
     @outside_inference_mode()
     def _gather(self, memo: dict[int, Any]) -> None:
         """Puts the whole tensors into the memo. A copy of a module around this one has done so already."""
-        tensors = [one for one in _tensors(self._module) if is_dtensor(one) and id(one) not in memo]
+        sharded = [one for one in _tensors(self._module) if is_dtensor(one)]
+        if any(is_dtensor(memo.get(id(one))) for one in sharded):
+            raise UsageError(
+                f"{_CALL}: parameters that are copied before their model stay sharded (got an object that has both); "
+                "copy the model alone."
+            )
+        tensors = [one for one in sharded if id(one) not in memo]
         if not tensors:
             return
         named_barrier.meet(_CALL, self._timeout_s, UsageError)
@@ -88,7 +96,9 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
 
 def _of_script(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The module's attributes, without what sharding has put among them."""
-    state = {name: value for name, value in module.__getstate__().items() if not name.startswith(_NOTES)}
+    # A parametrized module refuses to be pickled, and is copied without: torch's __deepcopy__ does so.
+    found = vars(module) if parametrize.is_parametrized(module) else module.__getstate__()
+    state = {name: value for name, value in found.items() if not name.startswith(_NOTES)}
     hooks = {name: value for name, value in state.items() if "_hooks" in name and isinstance(value, dict)}
     dropped = {number for found in hooks.values() for number, hook in found.items() if _is_of_sharding(hook)}
     for name, value in state.items():
@@ -96,33 +106,33 @@ def _of_script(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, type(value)((number, one) for number, one in value.items() if number not in dropped)
         elif not _is_of_sharding(value):
             yield name, value
-        elif (inner := _inside(value, module)) is not None:
+        elif (inner := _inside(name, value, module)) is not None:
             yield name, inner
 
 
 def _is_of_sharding(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) and _home(value).startswith(_SHARDING)
+    return not isinstance(value, torch.Tensor) and any(home.startswith(_SHARDING) for home in _homes(value))
 
 
-def _home(value: Any) -> str:
-    """The module that defines a function or the class of an object. A wrapper names the function inside as its own."""
+def _homes(value: Any) -> tuple[str, ...]:
+    """The modules that define a function or the class of an object. A wrapper names the function inside as its own:
+    of one around a script's method only the code is of sharding, of torch's no_grad around ours only the name."""
     match value:
         case partial():
-            return _home(value.func)
+            return _homes(value.func)
         case MethodType():
-            return _home(value.__func__)
+            return _homes(value.__func__)
         case _WrappedHook():
-            return _home(value.hook)
-        case FunctionType():
-            return str(value.__globals__["__name__"])
-    return type(value).__module__
+            return _homes(value.hook)
+        case FunctionType():  # one that a script has made by exec may have no module
+            return str(value.__globals__.get("__name__")), str(value.__module__)
+    return (type(value).__module__,)
 
 
-def _inside(wrapper: Any, module: nn.Module) -> Any:
+def _inside(name: str, wrapper: Any, module: nn.Module) -> Any:
     """The method that sharding has wrapped, if the script has set it; None for one of the class."""
     while _is_of_sharding(wrapper):
         inner: Any = getattr(wrapper, "__wrapped__", None)
         is_method = isinstance(wrapper, MethodType) and isinstance(inner, FunctionType)
         wrapper = MethodType(inner, module) if is_method else inner
-    function = getattr(wrapper, "__func__", wrapper)
-    return None if function is getattr(type(module), getattr(function, "__name__", ""), None) else wrapper
+    return None if getattr(wrapper, "__func__", wrapper) is getattr(type(module), name, None) else wrapper
