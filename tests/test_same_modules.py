@@ -1,6 +1,7 @@
 """Ranks that use different modules of a model in a step: found, or right where that is asked for."""
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -352,3 +353,22 @@ def test_an_evaluation_that_only_rank_0_makes_is_told_and_meets_no_training_step
     expected = "Sequential.forward(no_grad): rank 1 has not come after 4 s; every rank must call it"
     assert told[1] == "" and told[0].startswith("" if kind == "all" else expected)
     assert (told[0] == "") is (kind == "all")
+
+
+def evaluates_its_whole_model(local_rank: str) -> str:
+    """The strategy of a run in which rank 0 alone evaluates: each of the machines has one rank."""
+    os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK=local_rank)
+    settings = {"use_cpu": True, "num_machines": 2, "distributed_type": "FSDP"}
+    launch = {"process_group_timeout_s": 4.0}
+    sharding = {"fsdp_sharding_strategy": "HYBRID_SHARD"}
+    accelerator = Accelerator(config={**settings, "fsdp_config": sharding, "shardkit": {"launch": launch}})
+    model = accelerator.prepare(nn.Sequential(Part(6), Part(6)))
+    if accelerator.is_main_process:
+        with torch.no_grad():
+            model(torch.ones(2, 6))
+    accelerator.backward(model(torch.ones(2, 6)).sum())
+    return str(next(model.parameters()).device_mesh.shape)
+
+
+def test_a_rank_that_has_the_whole_model_may_evaluate_alone(ranks):
+    assert ranks.run(2, evaluates_its_whole_model, "0") == ["(2, 1)"] * 2

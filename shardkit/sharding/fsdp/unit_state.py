@@ -212,7 +212,8 @@ class UnitGroup(FSDPParamGroup):
         if self._is_parked and self._training_state == TrainingState.PRE_BACKWARD:
             return
         self._drop_parked()
-        if self._all_gather_result is None and not self.is_unsharded:
+        is_alone = self._all_gather_process_group.size() == 1  # holds its parameters whole: a gather meets no rank
+        if self._all_gather_result is None and not (self.is_unsharded or is_alone):
             self._state._pass.trace.add(self._number, device=self.device)
         with gathering():
             super().unshard(async_op)
