@@ -24,10 +24,9 @@ def place_of_one_rank(frame: FrameType | None, call: str) -> str | None:
             return "on_main_process"
         source = _source(frame.f_code.co_filename)
         if source is not None:
-            conditions = Conditions(source, frame)
-            for test, value, others in branches.on_the_way(_path(source.tree, frame)):
-                if not branches.calls(others, call) and conditions.is_of_one_rank(test, value):
-                    return f"{frame.f_code.co_filename}:{test.lineno}"
+            test = Conditions(source, frame).alone(_path(source.tree, frame), call)
+            if test is not None:
+                return f"{frame.f_code.co_filename}:{test.lineno}"
         call, frame = frame.f_code.co_name, frame.f_back
     return None
 

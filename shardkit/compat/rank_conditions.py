@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 from shardkit import env
+from shardkit.compat import branches
 from shardkit.compat.bindings import assigned, dotted
 
 _FLAGS = {"is_main_process", "is_local_main_process", "is_last_process"}
@@ -61,6 +62,14 @@ class Conditions:
 
     source: Source
     frame: FrameType | None = None
+
+    def alone(self, path: list[ast.AST], call: str) -> ast.expr | None:
+        """The condition by which only one rank comes to the end of this path, for a call of this name that the others
+        do not make elsewhere; None if all ranks come."""
+        for test, value, others in branches.on_the_way(path):
+            if not branches.calls(others, call) and self.is_of_one_rank(test, value):
+                return test
+        return None
 
     def is_of_one_rank(self, condition: ast.expr, value: bool, depth: int = 0) -> bool:
         """Whether the condition, which has this value here, certainly has the other one on other ranks."""

@@ -266,12 +266,8 @@ def saves_of_one_rank(tree: ast.Module, bound: Bindings) -> list[tuple[int, str]
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _needs_weights(node.func, bound, source):
-            call = branches.called(node)
-            way = branches.on_the_way(branches.path_to(tree, branches.place_of(node)))
-            if any(
-                conditions.is_of_one_rank(test, value) and not branches.calls(others, call)
-                for test, value, others in way
-            ):
+            call, path = branches.called(node), branches.path_to(tree, branches.place_of(node))
+            if conditions.alone(path, call) is not None:
                 found.append((node.lineno, call))
     return sorted(found)
 

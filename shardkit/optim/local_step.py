@@ -68,7 +68,7 @@ def stepper_of(optimizer: torch.optim.Optimizer, operations: Callable[[], Operat
 
 
 def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step needs whole parameters, and its state may describe these: rows and columns."""
+    """Whether a step needs whole parameters, of which its state may have rows and columns."""
     kind = kind_of(optimizer)
     return f"{kind.__module__}.{kind.__qualname__}" in WHOLE_TENSORS
 
@@ -210,7 +210,7 @@ class LocalStep:
         return self._remember(before if is_same else local, value)[0]
 
     def _sharded_form(self, value: Any, part: _Part) -> Any:
-        if not (isinstance(value, torch.Tensor) and value.dim() and value.shape == part.tensor.shape):
+        if not _has_shape_of(value, part.tensor):
             return value
         pair = self._pairs.get(id(value)) or self._remember(value, sharded_like(value, part.parameter))
         return pair[1]
@@ -223,6 +223,11 @@ class LocalStep:
 def _is_row(row: Any) -> bool:
     """Whether this is a parameter's state, and not another value that the optimizer keeps in its state."""
     return isinstance(row, dict)
+
+
+def _has_shape_of(value: Any, tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor of this shape, and no number."""
+    return isinstance(value, torch.Tensor) and bool(value.dim()) and value.shape == tensor.shape
 
 
 class _Part:
@@ -327,18 +332,18 @@ def _kept_row(row: Any, before: Any, parameter: torch.Tensor) -> Any:
     in the tensors of `before`, if there are such. Rows and columns are kept whole."""
     if not (_is_row(row) and is_dtensor(parameter)):
         return row
-    found = {}
-    for name, value in row.items():
-        if not (isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape):
-            found[name] = value
-            continue
-        kept = before.get(name) if _is_row(before) else None
-        if is_dtensor(kept) and kept.placements == parameter.placements:
-            local_part(kept).copy_(own_part(value, parameter))
-        else:
-            kept = sharded_part(value, parameter)
-        found[name] = kept
-    return found
+    earlier = before if _is_row(before) else {}
+    return {
+        name: _kept(value, earlier.get(name), parameter) if _has_shape_of(value, parameter) else value
+        for name, value in row.items()
+    }
+
+
+def _kept(value: torch.Tensor, before: Any, parameter: DTensor) -> Any:
+    if not (is_dtensor(before) and before.placements == parameter.placements):
+        return sharded_part(value, parameter)
+    local_part(before).copy_(own_part(value, parameter))
+    return before
 
 
 def _chunks(groups: Sequence[Sequence[torch.Tensor]]) -> Iterator[set[int]]:

@@ -86,14 +86,14 @@ def _refuse_empty(optimizer: torch.optim.Optimizer, fqn: str, state: dict[str, A
 def _moved_state(
     optimizer: torch.optim.Optimizer, fqn: str, state: dict[str, Any], new: nn.Parameter
 ) -> dict[str, Any]:
-    if needs_whole_tensors(optimizer):
-        return state
     moved = {}
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or _is_number(key, value, new):
             moved[key] = value
         elif tuple(value.shape) == tuple(new.shape):
             moved[key] = sharded_part(value, new)
+        elif needs_whole_tensors(optimizer):
+            moved[key] = value  # rows and columns
         else:
             raise ModelError(
                 f"optimizer: {type(optimizer).__name__} keeps {key!r} of {fqn} in a shape that differs from the "

@@ -106,6 +106,8 @@ class Device:
         return peak_bytes + self.reserve_bytes <= (1 - SPARE) * self.memory_bytes
 
 
+_OF_GB200 = {"bf16": 2500e12, "fp16": 2500e12, "fp32": 80e12}
+
 # Memory: nvidia-smi's total. fp32 is TF32 off, torch's default for matrix products.
 # A100: https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-nvidia-us-2188504-web.pdf
 #   bf16 312, fp32 19.5 TFLOPS; NVLink 600 GB/s both directions together; DGX A100: eight 200 Gb/s adapters.
@@ -192,24 +194,8 @@ DEVICES = {
     "h100-80": Device("H100 80 GB", 81559 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 450e9, 50e9),
     "h800-80": Device("H800 80 GB", 81559 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 200e9, 50e9),
     "gh200-96": Device("GH200 96 GB", 97871 * MIB, {"bf16": 990e12, "fp16": 990e12, "fp32": 67e12}, 450e9, 50e9),
-    "gb200-186": Device(
-        "GB200",
-        189471 * MIB,
-        {"bf16": 2500e12, "fp16": 2500e12, "fp32": 80e12},
-        900e9,
-        50e9,
-        ranks_per_machine=4,
-        joined=72,
-    ),
-    "gb300-288": Device(
-        "GB300",
-        284208 * MIB,
-        {"bf16": 2500e12, "fp16": 2500e12, "fp32": 80e12},
-        900e9,
-        100e9,
-        ranks_per_machine=4,
-        joined=72,
-    ),
+    "gb200-186": Device("GB200", 189471 * MIB, _OF_GB200, 900e9, 50e9, ranks_per_machine=4, joined=72),
+    "gb300-288": Device("GB300", 284208 * MIB, _OF_GB200, 900e9, 100e9, ranks_per_machine=4, joined=72),
     "h20-96": Device("H20 96 GB", 97871 * MIB, {"bf16": 148e12, "fp16": 148e12, "fp32": 44e12}, 450e9, 50e9),
     "v100-pcie": Device("V100 PCIe", 16384 * MIB, {"fp16": 112e12, "fp32": 14e12}, 16e9, 1.5e9),
     "v100-16": Device("V100 16 GB", 16384 * MIB, {"fp16": 125e12, "fp32": 15.7e12}, 150e9, 6.25e9),

@@ -139,7 +139,8 @@ def layout(
     chosen = {fqn for fqn in owned if fqn}
     kinds = optimizers_of(tree, optimizer)
     sizes = _Sizes(used, found.shards, kinds, not is_sharded, ema)
-    gathered = [(n, p) for n, p in parameters.items() if p.trainable and needs_whole(kinds[n])]
+    of_whole = [(n, p) for n, p in parameters.items() if p.trainable and needs_whole(kinds[n])]
+    gathered = [(kinds[n], p) for n, p in of_whole if n not in decided.replicated]
     early, late = _root_ends(tree, chosen)
     blocks = _block_counts(tree, chosen)
     units: list[UnitSizes] = []
@@ -158,21 +159,12 @@ def layout(
         averaged_buffer_bytes=buffer_bytes if ema is Ema.MODEL else 0,
         cast_bytes=0 if is_sharded else _cast_bytes(tree, used.param),
         whole_step_bytes=whole_step_bytes(
-            optimizer, ((p.shape, itemsize(p.dtype)) for _, p in gathered), is_sharded and found.shards > 1
-        )
-        if gathered
-        else 0,
+            optimizer, ((p.shape, itemsize(p.dtype)) for _, p in of_whole), is_sharded and found.shards > 1
+        ),
         whole_state_bytes=sum(
-            state_bytes(kinds[n], p.shape, itemsize(p.dtype))
-            for n, p in gathered
-            if n not in decided.replicated and is_state_whole(kinds[n], p.shape)
+            state_bytes(kind, p.shape, itemsize(p.dtype)) for kind, p in gathered if is_state_whole(kind, p.shape)
         ),
-        gathered_in_step=tuple(
-            sizes.padded_bytes(p)
-            for n, p in gathered
-            if n not in decided.replicated
-            for _ in range(gathers(kinds[n], p.shape))
-        ),
+        gathered_in_step=tuple(sizes.padded_bytes(p) for kind, p in gathered for _ in range(gathers(kind, p.shape))),
     )
 
 

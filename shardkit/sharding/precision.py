@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from shardkit.config.meaning import WIDE, dtypes, eight_bits, without_bf16, without_shards
+from shardkit.config.meaning import WIDE, dtypes, eight_bits, without_bf16
 from shardkit.config.schema import Config
 from shardkit.distributed import accelerators, control
 from shardkit.distributed.tensors import every_parameter
@@ -123,11 +123,6 @@ def autocast_forward(model: nn.Module, config: Config, device: torch.device) -> 
     setattr(under_autocast, _PLAIN, vars(model).get("forward"))
     _under_autocast.add(under_autocast)
     model.forward = MethodType(under_autocast, model) if is_method else under_autocast
-
-
-def autocast_as_unsharded(model: nn.Module, config: Config, device: torch.device) -> None:
-    """`autocast_forward` for a plain copy of a sharded model, which computes as under NO_SHARD."""
-    autocast_forward(model, without_shards(config), device)
 
 
 _PLAIN = "_shardkit_forward_before"

@@ -47,7 +47,7 @@ def losses_of(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return cross_entropy(scores, torch.zeros(len(x), dtype=torch.long, device=x.device)), (values - 1).pow(2).mean()
 
 
-def two_heads(run: Run, has_weights: bool = False) -> tuple[Any, torch.optim.Optimizer]:
+def _two_heads(run: Run, has_weights: bool = False) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = TwoHeads(has_weights)
     return run.prepare(model, adam(model.parameters()))
@@ -56,7 +56,7 @@ def two_heads(run: Run, has_weights: bool = False) -> tuple[Any, torch.optim.Opt
 @loop(fsdp=BY_SIZE)
 def heads_one_by_one(run: Run) -> None:
     """The backward of each head reaches its own parameters and those of the trunk."""
-    model, optimizer = two_heads(run)
+    model, optimizer = _two_heads(run)
     for step in range(run.steps):
         first, second = losses_of(model, run.draw(step, 5))
         run.backward(first, retain_graph=True)
@@ -69,7 +69,7 @@ def heads_one_by_one(run: Run) -> None:
 @loop(fsdp=BY_SIZE, is_long_run_only=True)
 def heads_of_two_forwards(run: Run) -> None:
     """Each forward and its backward are of one head."""
-    model, optimizer = two_heads(run)
+    model, optimizer = _two_heads(run)
     for step in range(run.steps):
         first, _ = losses_of(model, run.draw(step, 5))
         run.backward(first)
@@ -87,7 +87,7 @@ def heads_of_two_forwards(run: Run) -> None:
 )
 def heads_one_by_one_in_windows(run: Run) -> None:
     """Hybrid strategies add up buffers of a unit until the end of the window."""
-    model, optimizer = two_heads(run)
+    model, optimizer = _two_heads(run)
     for micro in range(6):
         with run.accumulate(model):
             first, second = losses_of(model, run.draw(micro, 5))
@@ -100,7 +100,7 @@ def heads_one_by_one_in_windows(run: Run) -> None:
 
 @loop(fsdp=BY_SIZE, refused={3: "shardkit.ddp_find_unused_parameters: true"}, is_long_run_only=True)
 def one_head_alone(run: Run) -> None:
-    model, optimizer = two_heads(run)
+    model, optimizer = _two_heads(run)
     for step in range(run.steps):
         _, loss = losses_of(model, run.draw(step, 5))
         run.backward(loss)
@@ -116,7 +116,7 @@ def one_head_alone_with_unused(run: Run) -> None:
 @loop(fsdp=BY_SIZE, is_long_run_only=True)
 def gradients_of_tasks_compared(run: Run) -> None:
     """PCGrad: where the gradients of two tasks are in conflict, one is changed."""
-    model, optimizer = two_heads(run)
+    model, optimizer = _two_heads(run)
     for step in range(run.steps):
         losses, of_tasks = losses_of(model, run.draw(step, 5)), []
         for loss in losses:
@@ -134,7 +134,7 @@ def gradients_of_tasks_compared(run: Run) -> None:
 @loop(fsdp=BY_SIZE, refused=dict.fromkeys(SHARDED, "call this module: model.weigh(losses)"))
 def losses_weighed_in_the_loop(run: Run) -> None:
     """By a parameter of the model: a rank would use its own losses alone for the part that it has."""
-    model, optimizer = two_heads(run, has_weights=True)
+    model, optimizer = _two_heads(run, has_weights=True)
     for step in range(run.steps):
         logs, losses = run.unwrap(model).weights.logs, losses_of(model, run.draw(step, 5))
         loss = losses[0] * (-logs[0]).exp() + logs[0] + losses[1] * (-logs[1]).exp() + logs[1]
@@ -146,7 +146,7 @@ def losses_weighed_in_the_loop(run: Run) -> None:
 @loop(fsdp=BY_SIZE)
 def losses_weighed_by_a_module(run: Run) -> None:
     """As the error says."""
-    model, optimizer = two_heads(run, has_weights=True)
+    model, optimizer = _two_heads(run, has_weights=True)
     for step in range(run.steps):
         loss = run.unwrap(model).weights(torch.stack(losses_of(model, run.draw(step, 5))))
         run.backward(loss)
@@ -158,7 +158,7 @@ def losses_weighed_by_a_module(run: Run) -> None:
 @loop(fsdp=BY_SIZE)
 def losses_weighed_by_the_whole_parameter(run: Run) -> None:
     """Its gradient in the loop is the mean over ranks, and is added to that of the forward."""
-    model, optimizer = two_heads(run)
+    model, optimizer = _two_heads(run)
     for step in range(run.steps):
         first, second = losses_of(model, run.draw(step, 5))
         bias, weight = (
@@ -175,7 +175,7 @@ def losses_weighed_by_the_whole_parameter(run: Run) -> None:
 @loop(fsdp=BY_SIZE, is_long_run_only=True)
 def rollouts_learned_several_times(run: Run) -> None:
     """PPO: a rollout in inference mode, epochs over it, until the policy has moved too far from the rollout's."""
-    model, optimizer = two_heads(run)
+    model, optimizer = _two_heads(run)
     for rollout in range(2):
         states = [run.draw(10 * rollout + time, 5) for time in range(3)]
         model.eval()

@@ -13,16 +13,13 @@ from shardkit.config.schema import Config
 from shardkit.distributed import named_barrier
 from shardkit.errors import UsageError
 
-# Those that some ranks leave out, they leave out from the first one on.
-CHECKED_FORWARDS = 2
-
 
 def watch(model: nn.Module, config: Config) -> None:
     """Has the ranks meet before the model's first forwards without gradients. UsageError on those that wait in vain."""
     from shardkit.sharding.fsdp import unit_state  # not before: a script may shard nothing
 
     timeout_s = meaning.longest_wait_s(config)
-    call, left = f"{type(model).__name__}.forward(no_grad)", CHECKED_FORWARDS
+    call, left = f"{type(model).__name__}.forward(no_grad)", named_barrier.FIRST_TIMES  # of each model
 
     def meet() -> None:
         nonlocal left

@@ -27,7 +27,7 @@ from shardkit.sizes import in_words
 log = get_logger(__name__)
 
 _CALL = "copy.deepcopy"
-# From this size on a first copy is logged: it may be more than fits beside the shards.
+# From this size on a copy is logged: it may be more than fits beside the shards.
 LARGE = 2**30
 # What these define on a module is of its sharding.
 _SHARDING = ("shardkit.sharding.", "torch.distributed.fsdp.")

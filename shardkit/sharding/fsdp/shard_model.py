@@ -165,13 +165,14 @@ def finish(
         for hook in carried.hooks[fqn]:
             hooks.hook_whether_trained(parameter, hook)
     vars(model)["zero_grad"] = partial(_zero_grad, model)
+    wait_s = meaning.longest_wait_s(config)
+    autocast = partial(precision.autocast_forward, config=meaning.without_shards(config), device=device)  # of a copy
     # A script may load, move or copy a part of the model: model.encoder.load_state_dict(...), model.encoder.to(device).
     for module in model.modules():
         if isinstance(module, FSDPModule):
             vars(module)["__reduce_ex__"] = _refuse_pickling
         if any(map(is_dtensor, every_parameter(module))):
-            then = partial(precision.autocast_as_unsharded, config=config, device=device) if module is model else None
-            vars(module)["__deepcopy__"] = DeepCopy(module, meaning.longest_wait_s(config), then)
+            vars(module)["__deepcopy__"] = DeepCopy(module, wait_s, autocast if module is model else None)
             vars(module)["_apply"] = partial(_apply_in_place, module)
             module.register_load_state_dict_pre_hook(_shard_what_is_loaded)
     shared = unit_state.adopt(model, _carry_to_gathered)
