@@ -28,6 +28,7 @@ def read_bytes(text: str) -> int | None:
     return int(float(match[1]) * factor) or None if match and factor else None
 
 
-def read_bytes_or_number(text: str) -> int | None:
-    """As `read_bytes`; also a plain number of bytes: 500, 500B."""
-    return number_in(text.strip().upper().removesuffix("B")) or read_bytes(text)
+def read_size(text: str) -> int | None:
+    """As `read_bytes`; also a number of bytes, with a B: 500B."""
+    given = text.strip().upper()
+    return (number_in(given[:-1]) if given.endswith("B") else None) or read_bytes(text)

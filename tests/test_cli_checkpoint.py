@@ -362,7 +362,7 @@ def test_merge_equals_save_model(project, tmp_path, capsys, step):
 
 
 def test_merge_casts_and_splits(project, tmp_path, capsys):
-    arguments = ["merge", project, "-o", tmp_path / "merged", "--dtype", "bf16", "--max-shard-size", "300", "--json"]
+    arguments = ["merge", project, "-o", tmp_path / "merged", "--dtype", "bf16", "--max-shard-size", "300B", "--json"]
     told = json.loads(called(capsys, *arguments))
     files = [tmp_path / "merged" / name for name in told["written"][0]["files"]]
     assert len(files) > 2
@@ -684,7 +684,7 @@ def test_all_wrong_flags_of_a_merge_are_refused_at_once_and_nothing_is_written(p
         "--output: is a folder, which gets model.safetensors, or several files and their index "
         f"(got {target}); give a folder, such as {tmp_path / 'all'}.",
         "--dtype: unknown dtype (got 'int4'); use fp32, bf16, fp16 or fp64.",
-        "--max-shard-size: not a size (got 'abc'); write 5GB, 500MB, 2GiB or a number of bytes.",
+        "--max-shard-size: not a size (got 'abc'); write it with its unit: 5GB, 500MB or 2GiB.",
     ]
     assert not target.exists()
     target.mkdir()

@@ -30,6 +30,10 @@ def complaint(text: str) -> str:
             "3:15: machine_rank: is not one of the machines 0 to 1 (got 2); write one of them, or more machines.",
         ),
         (
+            "machine_rank: 3\n",
+            "1:15: machine_rank: is not 0, of a run on one machine (got 3); leave it out, or give num_machines.",
+        ),
+        (
             "main_process_ip: 10.0.0.1:29500\n",
             "1:18: main_process_ip: is the host alone (got 10.0.0.1:29500); write 10.0.0.1, and its port",
         ),
@@ -65,10 +69,10 @@ def complaint(text: str) -> str:
         ("num_processes: 2\ngpu_ids: 1, 1\n", "2:10: gpu_ids: names a GPU twice (got 1, 1); name each once."),
         (
             "shardkit: {checkpoint: {max_shard_size: big}}\n",
-            "max_shard_size: is not a size (got 'big'); write one such",
+            "max_shard_size: is not a size (got 'big'); write it with its unit, such",
         ),
-        ("shardkit: {checkpoint: {max_shard_size: '1.5'}}\n", "max_shard_size: is not a size (got '1.5'); write one"),
-        ("shardkit: {checkpoint: {max_shard_size: 0.1B}}\n", "max_shard_size: is not a size (got '0.1B'); write one"),
+        ("shardkit: {checkpoint: {max_shard_size: '1.5'}}\n", "max_shard_size: is not a size (got '1.5'); write it"),
+        ("shardkit: {checkpoint: {max_shard_size: 0.1B}}\n", "max_shard_size: is not a size (got '0.1B'); write it"),
         ("shardkit: {launch: {show: some}}\n", "show: is not all, nor ranks with commas (got 'some'); write all, or"),
         ("fsdp_config: {fsdp_ignored_modules: '('}\n", "fsdp_ignored_modules: is not a regular expression (got '(':"),
     ],

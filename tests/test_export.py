@@ -62,7 +62,7 @@ def export_all_ways(strategy, folder):
     save(model, folder / "one")
     assert_equal(tensors_in(folder / "one"), expected)
     assert names_in(folder / "one") == ["model.safetensors"]
-    save(model, folder / "many", max_shard_size="200", dtype="bf16")
+    save(model, folder / "many", max_shard_size="200B", dtype="bf16")
     assert_equal(tensors_in(folder / "many"), expected, torch.bfloat16)
     index = json.loads((folder / "many" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == expected.keys()
@@ -296,10 +296,12 @@ def test_ranks_with_different_models_are_refused(ranks, tmp_path):
 
 
 def test_refusals_in_words(tmp_path):
-    with pytest.raises(UsageError, match=r"max_shard_size: not a size \(got 'big'\); write 5GB, 500MB, 2GiB"):
+    with pytest.raises(UsageError, match=r"max_shard_size: not a size \(got 'big'\); write it with its unit: 5GB,"):
         save(nn.Linear(2, 2), tmp_path, max_shard_size="big")
     with pytest.raises(UsageError, match="max_shard_size: not a size"):
         save(nn.Linear(2, 2), tmp_path, max_shard_size="9" * 400 + "GB")
+    with pytest.raises(UsageError, match=r"max_shard_size: not a size \(got '2'\); write it with its unit: 5GB,"):
+        save(nn.Linear(2, 2), tmp_path, max_shard_size="2")
     with pytest.raises(UsageError, match=r"save_model: unknown dtype \(got 'int8'\); use fp32, bf16"):
         save(nn.Linear(2, 2), tmp_path, dtype="int8")
     with pytest.raises(CheckpointSaveError, match=r"weight: has no values yet \(meta device\); prepare\(\) the model"):
@@ -316,7 +318,7 @@ def test_refusals_in_words(tmp_path):
     assert names_in(tmp_path) == ["MANIFEST.json", "file", "model.safetensors"]
 
 
-@pytest.mark.parametrize("size", ["5GB", "100"])
+@pytest.mark.parametrize("size", ["5GB", "100B"])
 def test_nothing_is_exported_into_a_part_of_a_checkpoint(tmp_path, size):
     final = tmp_path / "step-00000001"
     checkpoints.save(build("single"), final, 1)
@@ -370,7 +372,7 @@ def test_other_files_and_folders_stay(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / ".tmp-export-0123").mkdir()
-    for size in ("100", "100", "5GB", "100"):
+    for size in ("100B", "100B", "5GB", 100):
         save(nn.Linear(8, 8), tmp_path, max_shard_size=size)
     assert names_in(tmp_path) == [
         "model-00001-of-00002.safetensors",
@@ -402,7 +404,7 @@ def test_blocks_of_a_sharded_dim_1_and_of_large_tensors(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("2 GiB", 2**31), ("2Gi", 2**31), ("1.5kb", 1500), (7, 7), ("9", 9)]
+    ("text", "size"), [("5GB", 5 * 10**9), ("2 GiB", 2**31), ("2Gi", 2**31), ("1.5kb", 1500), (7, 7), ("9B", 9)]
 )
 def test_sizes(text, size):
     assert export.size_in_bytes(text) == size

@@ -15,7 +15,7 @@ from shardkit.config.meaning import dtypes, eight_bits, given_sizes, runs_on_cpu
 from shardkit.config.schema import BackwardPrefetch, Config, DistributedType, ShardingStrategy
 from shardkit.config.without_effect import without_effect
 from shardkit.errors import ConfigError
-from shardkit.sizes import read_bytes_or_number
+from shardkit.sizes import read_size
 
 # As `digits.number_in` reads each of them.
 _NUMBERS = re.compile(r"[0-9]{1,18}( *, *[0-9]{1,18})*")
@@ -59,8 +59,10 @@ def _processes(config: Config) -> Iterator[Finding]:
         what = f"is not divisible by the number of machines (got {total} on {machines})"
         yield Finding(keys, f"{what}; write the total, such as {near} or {near + machines}.")
     if config.machine_rank >= machines:
-        what = f"is not one of the machines 0 to {machines - 1} (got {config.machine_rank})"
-        yield Finding(("machine_rank", "num_machines"), f"{what}; write one of them, or more machines.")
+        known = f"one of the machines 0 to {machines - 1}" if machines > 1 else "0, of a run on one machine"
+        what = f"is not {known} (got {config.machine_rank})"
+        do = "write one of them, or more machines" if machines > 1 else "leave it out, or give num_machines"
+        yield Finding(("machine_rank", "num_machines"), f"{what}; {do}.")
 
 
 def _addresses(config: Config) -> Iterator[Finding]:
@@ -169,9 +171,9 @@ def _names(config: Config) -> Iterator[Finding]:
 
 def _texts(config: Config) -> Iterator[Finding]:
     size = config.shardkit.checkpoint.max_shard_size
-    if not read_bytes_or_number(size):
+    if not read_size(size):
         what = f"is not a size (got {size!r})"
-        yield Finding(("shardkit.checkpoint.max_shard_size",), f"{what}; write one such as 5GB or 500MB.")
+        yield Finding(("shardkit.checkpoint.max_shard_size",), f"{what}; write it with its unit, such as 5GB or 500MB.")
     shown = config.shardkit.launch.show
     if shown.strip().lower() != "all" and not _NUMBERS.fullmatch(shown):
         what = f"is not all, nor ranks with commas (got {shown!r})"

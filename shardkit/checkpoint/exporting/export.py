@@ -62,10 +62,10 @@ class Opened:
 
 
 def size_in_bytes(size: str | int, caller: str = "max_shard_size") -> int:
-    """The bytes of a size such as 5GB (10^9 bytes), 512MiB (2^20) or a number of bytes; UsageError for other text."""
-    bytes_ = sizes.read_bytes_or_number(str(size))
+    """The bytes of a size such as 5GB (10^9 bytes), 512MiB (2^20) or 500B, or an int of them; UsageError for others."""
+    bytes_ = sizes.read_size(size if isinstance(size, str) else f"{size}B")
     if not bytes_:
-        raise UsageError(f"{caller}: not a size (got {size!r}); write 5GB, 500MB, 2GiB or a number of bytes.")
+        raise UsageError(f"{caller}: not a size (got {size!r}); write it with its unit: 5GB, 500MB or 2GiB.")
     return bytes_
 
 
