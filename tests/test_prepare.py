@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from shardkit import Accelerator, ProjectConfiguration, init_empty_weights
 from shardkit.errors import CheckpointError, ModelError, UsageError
 from shardkit.runtime import summary
+from tests.ranks import log_lines
 from tests.training import BOTH, DDP, FULL, Block, Model, Points, loss_of, one_step, parts, weights_of
 
 
@@ -411,6 +412,22 @@ def test_a_model_that_the_script_distributes_itself_is_trained(ranks):
     (first, said), (second, _) = ranks.run(2, trained_without_a_prepared_model, DDP, True)
     assert not said
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def critics_prepared() -> list[str]:
+    class Critic(nn.Sequential):
+        """A class that no other test prepares."""
+
+    accelerator = Accelerator(config=FULL)
+    with log_lines() as lines:
+        accelerator.prepare(Critic(nn.Linear(2, 2)), Critic(nn.Linear(2, 2)))
+        accelerator.prepare(Critic(nn.Linear(2, 4)))
+    return [line for line in lines if "Critic" in line and "fsdp_auto_wrap_policy" in line]
+
+
+def test_how_models_of_one_class_are_divided_is_said_once(ranks):
+    first, _ = ranks.run(2, critics_prepared)
+    assert len(first) == 1 and "no block class repeats in the model (Critic)" in first[0]
 
 
 def test_a_loader_made_in_each_round_is_dropped_with_its_data_and_has_an_order_of_its_own(alone, tmp_path):

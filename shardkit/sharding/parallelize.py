@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -176,8 +177,14 @@ def units_and_blocks(model: nn.Module, config: Config) -> tuple[Units, list[nn.M
         raise ModelError("\n".join(problems))
     assert units is not None
     if units.cut.remark:
-        log.info("%s", units.cut.remark)
+        _say_once(units.cut.remark)
     return units, blocks
+
+
+@cache
+def _say_once(remark: str) -> None:
+    """A script may prepare many models of one kind: a critic, a teacher, one for each fold."""
+    log.info("%s", remark)
 
 
 def changed_twice(units: Units, blocks: Iterable[nn.Module]) -> list[str]:
