@@ -16,7 +16,7 @@ from shardkit.model.describe import from_json, to_json
 from shardkit.model.facts import transformer_facts
 from shardkit.model.gpt_module import GPT
 from shardkit.model.live import tree_of
-from shardkit.model.probe import build_factory, build_transformers
+from shardkit.model.probe import build_factory, build_transformers, describe_factory
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode
 from shardkit.wording import count_text
@@ -242,6 +242,10 @@ def build():
     return Model(), {"batch": 1}
 
 
+def several():
+    return Model(), Layer(), {"batch": 1}, Layer()
+
+
 def broken():
     return nn.Linear(2, "three")
 """
@@ -258,7 +262,18 @@ def test_a_factory_is_built_in_a_child_on_the_meta_device(tmp_path, capfd):
     assert found.tree.children[0].parameters[0].trainable is False
     assert found.tree.children[-1].parameters[0].tied_to == "embed.weight"
     assert [b.name for b in found.tree.buffers] == ["steps"]
+    assert found.notes == ()
     assert capfd.readouterr() == ("", "")
+
+
+def test_of_several_models_the_first_is_described_and_the_others_are_named(monkeypatch, tmp_path):
+    write(tmp_path, "several_of_mine.py", MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = describe_factory("several_of_mine:several")
+    assert found.name == "Model" and found.notes == (
+        "several_of_mine:several returns 3 models, and only the first, Model, is counted, not Layer, Layer; "
+        "return one module that holds all of them.",
+    )
 
 
 def test_a_factory_gives_a_module():

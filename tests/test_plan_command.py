@@ -233,7 +233,7 @@ def test_the_largest_batch_of_an_own_model_is_not_sent_in_a_circle(capsys):
     own = ("--model", "torch.nn:Transformer", "--world", "2", "--find", "max-batch")
     code, err = refused(capsys, *own)
     assert code == 2
-    assert err.endswith("unknown from its source; --simulate --batch runs its code.\n")
+    assert err.endswith("unknown from its source; --simulate runs its code, with --batch if that is your own.\n")
     code, err = refused(capsys, *own, "--simulate", "--batch", "my:batch")
     assert code == 2
     assert err.endswith("plan for one size after the other without --find.\n")

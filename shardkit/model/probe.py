@@ -46,12 +46,25 @@ def main() -> None:
 def describe_factory(spec: str) -> ModelDescription:
     """The model that `module:function` returns, built on the meta device."""
     with torch.device("meta"):
-        model = build_factory(spec)
+        model, *others = _factory_parts(spec)
     config = getattr(model, "config", None)
     name, tree = type(model).__name__, tree_of(model)
+    notes = _note_on_others(spec, name, others)
     if config is None or isinstance(config, Mapping):
-        return ModelDescription(spec, name, tree)
-    return ModelDescription(spec, name, tree, transformer_facts(config, model), longest=longest_sequence(config))
+        return ModelDescription(spec, name, tree, notes=notes)
+    facts, longest = transformer_facts(config, model), longest_sequence(config)
+    return ModelDescription(spec, name, tree, facts, notes=notes, longest=longest)
+
+
+def _note_on_others(spec: str, name: str, others: Sequence[Any]) -> tuple[str, ...]:
+    """A note on the models beside the first, which alone is described."""
+    models = [type(other).__name__ for other in others if isinstance(other, nn.Module)]
+    if not models:
+        return ()
+    return (
+        f"{spec} returns {1 + len(models)} models, and only the first, {name}, is counted, not {', '.join(models)}; "
+        "return one module that holds all of them.",
+    )
 
 
 def describe_prepared(spec: str) -> Prepared:
@@ -89,10 +102,15 @@ def built(spec: str) -> Sequence[Any]:
 
 def build_factory(spec: str) -> nn.Module:
     """The model of `module:name`; the first part, where there are several."""
+    return _factory_parts(spec)[0]
+
+
+def _factory_parts(spec: str) -> Sequence[Any]:
+    """The parts of `module:name`, the first of which is a model."""
     parts = built(spec)
     if not parts or not isinstance(parts[0], nn.Module):
         raise _no_model(spec, parts)
-    return parts[0]
+    return parts
 
 
 def _no_model(spec: str, parts: Sequence[Any]) -> TypeError:

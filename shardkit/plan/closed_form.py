@@ -172,7 +172,8 @@ def known_activations(
 
 def _why_unknown(facts: TransformerFacts | None, batch_size: int | None) -> str:
     if facts is None:
-        return "all activations: the model's shape is unknown from its source; --simulate --batch runs its code"
+        shape = "the model's shape is unknown from its source"
+        return f"all activations: {shape}; --simulate runs its code, with --batch if that is your own"
     return "all activations: add --seq-len" if batch_size else "all activations: add --batch-size"
 
 
