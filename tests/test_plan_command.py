@@ -272,6 +272,14 @@ def test_each_change_has_the_effect_that_is_said_when_it_is_typed(capsys, file):
         assert peak == change["peak_bytes"], change["text"]
 
 
+def test_shorter_sequences_are_a_change_where_the_models_longest_were_taken():
+    request = make_request("gpt:layers=8,hidden=2048,heads=16,seq=32768")
+    (change,) = [change for change in changes(request) if change.text.startswith("--seq-len 8192 ")]
+    assert change.peak_bytes == row(replace(request, seq_len=8192)).memory.peak.total and change.fits
+    for usual in (replace(request, seq_len=32768), make_request("gpt:layers=32,hidden=4096,heads=32,seq=8192")):
+        assert not any("--seq-len" in change.text for change in changes(usual))
+
+
 def test_changes_together_where_none_is_enough():
     request = make_request("gpt:layers=32,hidden=4096,heads=32", world_size=8, batch_size=8, device="l4")
     *single, together = changes(request)

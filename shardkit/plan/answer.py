@@ -14,6 +14,9 @@ from shardkit.plan.closed_form import Estimate, RankMemory, estimate, with_strat
 from shardkit.plan.devices import Device
 from shardkit.plan.roofline import LINK_EFFICIENCY, StepTime, step_time
 
+# Longer sequences than those of most training runs; models take up to a million tokens.
+USUAL_TOKENS = 8192
+
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -57,6 +60,11 @@ class PlanRequest:
         """Tokens of a sequence: as given, else the model's maximum; None if that is unknown."""
         facts = self.description.facts
         return self.seq_len or (facts.seq_len if facts else None)
+
+    @property
+    def has_unusual_sequences(self) -> bool:
+        """Whether sequences are longer than those of most runs only because that is the model's maximum."""
+        return bool(self.batch_size and not self.seq_len and (self.sequence_tokens or 0) > USUAL_TOKENS)
 
 
 @dataclass(frozen=True)

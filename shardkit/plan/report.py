@@ -36,10 +36,6 @@ def render(answer: Answer) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-# Longer sequences than those of most training runs; models take up to a million tokens.
-_USUAL_TOKENS = 8192
-
-
 def _headline(request: PlanRequest) -> str:
     config = request.config
     where = f"{request.world_size:,} rank{'s' if request.world_size > 1 else ''}"
@@ -65,7 +61,7 @@ def _headline(request: PlanRequest) -> str:
     if config.fsdp.offload_params and not config.use_cpu:
         load.append("offload to the host")
     lines = [_wrapped(request.description.text.split(", ")), _wrapped(load)]
-    if request.batch_size and not request.seq_len and (request.sequence_tokens or 0) > _USUAL_TOKENS:
+    if request.has_unusual_sequences:
         lines.append("(the longest sequences that the model takes; --seq-len plans shorter ones)")
     return "\n".join(lines)
 

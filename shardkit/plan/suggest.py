@@ -7,7 +7,7 @@ from shardkit.config.meaning import dtypes
 from shardkit.config.schema import DistributedType, ShardingStrategy, WrapPolicy
 from shardkit.errors import ShardkitError
 from shardkit.plan.activations import Loss
-from shardkit.plan.answer import Change, PlanRequest, Row, configured_strategy, possible_strategies, row
+from shardkit.plan.answer import USUAL_TOKENS, Change, PlanRequest, Row, configured_strategy, possible_strategies, row
 from shardkit.plan.closed_form import RankMemory, with_fsdp, with_strategy
 from shardkit.plan.devices import SPARE, Device
 from shardkit.plan.traffic import Traffic
@@ -168,6 +168,9 @@ def _other_loads(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str
         half = request.batch_size // 2
         text = f"--batch-size {half}, accumulating more micro-batches"
         yield text, replace(request, batch_size=half)
+    if request.has_unusual_sequences:
+        text = f"--seq-len {USUAL_TOKENS} (shorter sequences than the model takes)"
+        yield text, replace(request, seq_len=USUAL_TOKENS)
     if request.loss is not Loss.FUSED:
         yield "--loss fused (a fused or chunked loss in the script)", replace(request, loss=Loss.FUSED)
     if request.optimizer in {"adam", "adamw"}:
