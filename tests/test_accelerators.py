@@ -84,6 +84,7 @@ def fake(monkeypatch) -> SimpleNamespace:
     return machine
 
 
+@pytest.mark.requirement("U3")
 def test_each_rank_takes_the_device_of_its_number(fake):
     assert process._device(Config(), Ranks(2, 2, 8, 8)) == (None, torch.device("xpu", 2))
     assert fake.taken == [2]
@@ -93,6 +94,7 @@ def test_each_rank_takes_the_device_of_its_number(fake):
     assert process._device(Config(use_cpu=True), Ranks(0, 0, 8, 8)) == (None, torch.device("cpu"))
 
 
+@pytest.mark.requirement("U3")
 def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatch, caplog):
     """A build of torch for the CPU, or a driver that is too old: a launch is refused, and a script alone is warned."""
     monkeypatch.setattr(accelerators, "kind", lambda: None)

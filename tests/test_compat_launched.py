@@ -48,6 +48,7 @@ def alike(one: dict[str, Any], other: dict[str, Any], bound: float = 1e-4) -> No
 SCHEDULER = ("--accelerates-meaning", "scheduler")
 
 
+@pytest.mark.requirement("U1")
 def test_an_unchanged_script_is_one_process_says_what_differs_and_goes_on_where_it_was(tmp_path):
     alone = found(tmp_path / "1", ("-n", "1"), "theirs", "--output_dir", tmp_path / "1", "--batch_size", 8)
     two = tmp_path / "2"
@@ -90,6 +91,7 @@ def compare_trainer(kind: str, world: int, flags: tuple[str, ...], tmp_path: Pat
     assert ranks["again"] == pytest.approx(ranks["losses"], abs=1e-5), "resumed in the middle of an epoch"
 
 
+@pytest.mark.requirement("U1")
 @pytest.mark.compat  # test_launch has a Trainer on two ranks
 def test_the_trainer_on_two_shards_is_one_process(tmp_path, shared):
     compare_trainer("causal", 2, FULL_SHARD, tmp_path, shared)
@@ -105,6 +107,7 @@ def test_trainers_are_one_process(kind, world, flags, tmp_path, shared):
     compare_trainer(kind, world, flags, tmp_path, shared)
 
 
+@pytest.mark.requirement("U1")
 @pytest.mark.compat
 @pytest.mark.parametrize("flags", [DDP, FULL_SHARD, SHARD_GRAD])
 def test_a_loop_over_several_models_is_one_process(tmp_path, flags):
@@ -118,6 +121,7 @@ def test_a_loop_over_several_models_is_one_process(tmp_path, flags):
 trl_alone: dict[str, dict[str, Any]] = {}
 
 
+@pytest.mark.requirement("U1")
 @pytest.mark.compat
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward", "grpo"])
 @pytest.mark.parametrize(("world", "flags"), [(2, DDP), (2, FULL_SHARD), (2, SHARD_GRAD), (4, HYBRID)])

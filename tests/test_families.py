@@ -13,6 +13,7 @@ BROKEN = {"llama4": "Transformers 5.24"}
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "families.md"
 
 
+@pytest.mark.requirement("U6")
 @pytest.mark.families
 @pytest.mark.timeout(1200)  # models of a loop over tokens are simulated for minutes
 @pytest.mark.filterwarnings("ignore")  # of the models' own code

@@ -165,6 +165,7 @@ def test_modules_that_share_a_parameter_each_multiply_with_it():
     assert roofline.work_per_token(tree, FACTS, 1).forward == 2 * 2 * 64 + 4 * 2 * 8
 
 
+@pytest.mark.requirement("U6")
 def test_what_is_unlike_the_published_runs_is_said():
     tree = stack(*(ModuleNode(f"layers.{i}", "Block", (Parameter("w", (20_000, 20_000)),)) for i in range(2)))
     assert roofline.unlike_published(tree, FACTS, 2, 2048, 8) is None

@@ -52,6 +52,7 @@ class Attack:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.requirement("U4")
 @is_slow
 def test_what_others_write_into_the_store_is_not_executed(tmp_path):
     port, ran = free_port(), tmp_path / "ran"
@@ -134,6 +135,7 @@ def test_of_several_addresses_of_a_name_those_of_this_machine_are_first_and_loop
 # restarts, and who is named (lines 2 and 6)
 
 
+@pytest.mark.requirement("U4")
 @is_slow
 def test_a_failure_on_another_machine_is_restarted_on_both(tmp_path):
     port = free_port()

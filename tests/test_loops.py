@@ -53,6 +53,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.requirement("U2")
 @pytest.mark.parametrize(("name", "world", "strategies"), cases())
 def test_a_loop_is_that_of_one_process(ranks, name, world, strategies):
     expected = reference(name)

@@ -41,6 +41,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.requirement("U2")
 @pytest.mark.parametrize(("name", "strategy"), cases())
 def test_a_training_goes_on_from_every_place(ranks, tmp_path, name, strategy):
     for rank, found in enumerate(ranks.run(2, resumed.saved_everywhere, name, strategy, tmp_path)):

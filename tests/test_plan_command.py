@@ -242,6 +242,7 @@ def test_the_largest_batch_of_an_own_model_is_not_sent_in_a_circle(capsys):
 OF_FSDP = "distributed_type: FSDP\nnum_processes: 16\nnum_machines: 2\nmain_process_ip: a\n"
 
 
+@pytest.mark.requirement("U5")
 @pytest.mark.parametrize(
     "file",
     [

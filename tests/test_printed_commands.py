@@ -88,6 +88,7 @@ CPU_PATHS = {
 }
 
 
+@pytest.mark.requirement("U5")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(CPU_PATHS))
 def test_what_the_wizard_prints_works_as_typed(folder, programs, capsys, name):
@@ -176,6 +177,7 @@ ERRORS = [
 ]
 
 
+@pytest.mark.requirement("U5")
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "texts"), ERRORS, ids=lambda value: " ".join(value))
 def test_what_an_error_prints_works_as_typed(folder, programs, capsys, arguments, texts, monkeypatch):

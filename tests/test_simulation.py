@@ -371,6 +371,7 @@ def test_parameters_and_optimizer_state_outlive_the_step(monkeypatch):
     assert not before & {event.number for event in tracker.events}
 
 
+@pytest.mark.requirement("U6")
 @pytest.mark.slow
 def test_what_the_allocator_reserves_lies_above_what_is_alive():
     """A step of all layers says it; FSDP's streams have pools of their own, so they are no less than one pool."""
