@@ -236,14 +236,14 @@ def weights_of(seed):
 
 # Of one or several files, over one or several: and what a reader finds when rank 0 or 1 is killed at that point.
 KILLS = [
-    ("300", "300", "export-write:1:kill", "old"),
-    ("300", "300", "export-name-first:0:kill", "old"),
-    ("300", "300", "export-name-last:0:kill", "new"),
-    ("5GB", "300", "export-publish:0:kill", "old"),
-    ("5GB", "300", "export-name-first:0:kill", "old"),
-    ("5GB", "300", "export-name-last:0:kill", "old"),
-    ("300", "5GB", "export-publish:0:kill", "old"),
-    ("300", "5GB", "export-name-last:0:kill", "new"),
+    ("300B", "300B", "export-write:1:kill", "old"),
+    ("300B", "300B", "export-name-first:0:kill", "old"),
+    ("300B", "300B", "export-name-last:0:kill", "new"),
+    ("5GB", "300B", "export-publish:0:kill", "old"),
+    ("5GB", "300B", "export-name-first:0:kill", "old"),
+    ("5GB", "300B", "export-name-last:0:kill", "old"),
+    ("300B", "5GB", "export-publish:0:kill", "old"),
+    ("300B", "5GB", "export-name-last:0:kill", "new"),
     ("5GB", "5GB", "export-write:0:kill", "old"),
 ]
 
