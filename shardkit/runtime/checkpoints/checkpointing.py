@@ -11,7 +11,6 @@ from shardkit.errors import UsageError
 from shardkit.runtime import unsupported
 from shardkit.runtime.checkpoints import hooks, objects
 from shardkit.runtime.project import ProjectConfiguration
-from shardkit.runtime.steps import step_boundary
 from shardkit.runtime.topology import Topology
 from shardkit.storage.url import Url
 
@@ -84,7 +83,9 @@ class Checkpointing(Topology):
         there is one; a path: that checkpoint. Without this call nothing is resumed. `data_position`, `strict`: as for
         `load_state`.
         """
-        return step_boundary.resume(self._run, data_position, strict)
+        from shardkit.runtime.checkpoints import resuming
+
+        return resuming.resume(self._run, data_position, strict)
 
     def save_model(
         self,
