@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardkit.errors import UsageError
 from shardkit.runtime import unsupported
-from shardkit.runtime.checkpoints import hooks, objects
+from shardkit.runtime.checkpoints import hooks, objects, resuming
 from shardkit.runtime.project import ProjectConfiguration
 from shardkit.runtime.topology import Topology
 from shardkit.storage.url import Url
@@ -83,8 +83,6 @@ class Checkpointing(Topology):
         there is one; a path: that checkpoint. Without this call nothing is resumed. `data_position`, `strict`: as for
         `load_state`.
         """
-        from shardkit.runtime.checkpoints import resuming
-
         return resuming.resume(self._run, data_position, strict)
 
     def save_model(

@@ -1,4 +1,5 @@
-"""Resuming: which checkpoint a run begins with, and what is told where it begins with none."""
+"""Resuming: which checkpoint a run begins with, and what is told where it begins with none. A run that begins with none
+may never save: what reads and writes checkpoints is imported where it is used."""
 
 from contextlib import suppress
 
@@ -6,7 +7,6 @@ from shardkit import env
 from shardkit.checkpoint.files import folder
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.log import get_logger
-from shardkit.runtime.checkpoints import loading, saving
 from shardkit.runtime.project import missing_for_series
 from shardkit.runtime.run import Run
 from shardkit.storage.url import Place
@@ -20,6 +20,8 @@ def resume(run: Run, data_position: bool, strict: bool) -> bool:
     if wanted == "never":
         _warn_of_what_is_there(run)
         return False
+    from shardkit.runtime.checkpoints import loading, saving
+
     if wanted != "auto":
         loading.load_state(run, wanted, data_position=data_position, strict=strict)
         return True
@@ -38,6 +40,8 @@ def _warn_of_what_is_there(run: Run) -> None:
     """On rank 0, of a run that does not resume: a warning where its folder has checkpoints, which its own replace."""
     if not run.process.is_main or missing_for_series(run.project):
         return
+    from shardkit.runtime.checkpoints import saving
+
     with suppress(ShardkitError, OSError):
         found = folder.steps(saving.root_of(run))
         attempt = env.get("TORCHELASTIC_RESTART_COUNT")
