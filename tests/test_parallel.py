@@ -24,6 +24,7 @@ from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import ConfigError, MachineError, ModelError, UsageError
 from shardkit.optim.clip import clip_grad_norm_
 from shardkit.sharding import parallelize as engine
+from shardkit.sharding import unfit
 from shardkit.sharding.activation import checkpoint_blocks
 from shardkit.sharding.fsdp import internals
 from shardkit.sharding.gradient_sync import gradient_sync
@@ -1056,11 +1057,11 @@ def test_nothing_keeps_the_whole_parameters(ranks):
 
 def test_a_torch_without_all_of_fsdp2_is_refused():
     for version in ("2.11.0", "2.13.0+cpu", "2.15.0a0+git1234"):
-        engine.refuse_old(version)
+        unfit.refuse_old(version)
     with pytest.raises(
         MachineError, match=r"FSDP: needs torch 2\.11 or newer \(got 2\.9\.0\+cu128, which is only supported"
     ):
-        engine.refuse_old("2.9.0+cu128")
+        unfit.refuse_old("2.9.0+cu128")
 
 
 def test_a_torch_that_nobody_has_tried_is_said_once(caplog):
