@@ -16,7 +16,7 @@ from shardkit.log import get_logger
 log = get_logger(__name__)
 
 
-def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool = False) -> Real | None:
+def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool) -> Real | None:
     """What is real in the global batch that `given` belongs to, if that batch is padded; else None.
 
     `given`: this rank's tensors of the current batch, or a list with one object per sample. UsageError where several

@@ -259,7 +259,7 @@ def as_json(spec: LaunchSpec) -> dict[str, Any]:
     }
 
 
-def as_text(spec: LaunchSpec, notes: Sequence[str] = ()) -> str:
+def as_text(spec: LaunchSpec, notes: Sequence[str]) -> str:
     """The launch as text: the headline, the command of a rank, its variables, and notes."""
     variables = [f"  {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
     command = shlex.join(spec.command).replace(sys.executable, Path(sys.executable).name, 1)

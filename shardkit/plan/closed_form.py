@@ -159,7 +159,7 @@ def known_activations(
     facts: TransformerFacts | None,
     batch_size: int | None,
     seq_len: int | None,
-    loss: Loss = Loss.HELD,
+    loss: Loss,
 ) -> Activations | None:
     """Activations of one micro-batch; None if batch size, sequence length or the model's shape is unknown."""
     seq_len = seq_len or (facts.seq_len if facts else None)

@@ -41,7 +41,7 @@ def refine(
     rows: tuple[Row, ...],
     strategies: list[ShardingStrategy],
     *,
-    is_exact: bool = False,
+    is_exact: bool,
 ) -> tuple[tuple[Row, ...], tuple[str, ...]]:
     """The rows, with simulated memory for the given strategies, and notes about the simulation."""
     wanted = [each for each in rows if each.strategy in strategies]

@@ -73,9 +73,7 @@ def prepare(
     return prepared
 
 
-def for_evaluation(
-    run: Run, model: nn.Module, weights: str | Path | None = None, device_placement: bool | None = None
-) -> nn.Module:
+def for_evaluation(run: Run, model: nn.Module, weights: str | Path | None, device_placement: bool | None) -> nn.Module:
     """The model for evaluation only: sharded under FSDP, never wrapped in DDP, and part of no checkpoint. `prepare`
     makes it trainable later. Collective."""
     if kind_of(model) != "model":

@@ -48,7 +48,7 @@ def distribute(
     config: Config,
     mesh: DeviceMesh | None,
     process: Process,
-    weights: Path | None = None,
+    weights: Path | None,
     moves: bool = True,
 ) -> None:
     """Prepare the model for all ranks, in place: sharded under FSDP; else equal on all ranks and, with `moves`, on the

@@ -92,7 +92,7 @@ class Job:
         launch would have as many restarts of its own."""
         return replace(self, config=files.overlaid(self.config, {"shardkit.launch.max_restarts": 0})).configuration
 
-    def launch_words(self, config: str, more: Iterable[str] = ()) -> list[str]:
+    def launch_words(self, config: str, more: Iterable[str]) -> list[str]:
         """The `shardkit launch` command with this job's script, as shell words. `config` and `more` must be quoted."""
         script = ["-m", *self.command] if self.is_module else list(self.command)
         start = [shlex.quote(word) for word in self.program]
