@@ -21,7 +21,7 @@ from shardkit.errors import ModelError, UsageError
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.optim import local_step
-from shardkit.plan import batches, fake_world, measured, optimizers, repeats, worker
+from shardkit.plan import batches, fake_world, measured, optimizers, repeats, simulated_optimizers, worker
 from shardkit.plan.answer import PlanRequest, row
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
@@ -254,7 +254,7 @@ def real_step(config: Config) -> tuple[int, str]:
     process = Process(dist.get_rank(), dist.get_rank(), 2, 2, torch.device("cpu"), "gloo")
     shape = gpt.parse(TINY.removeprefix("gpt:"))
     loss = batches.next_token_loss(torch.zeros(4, shape.seq, dtype=torch.long), shape.vocab)
-    factory = batches.optimizer_factory("adamw")
+    factory = simulated_optimizers.optimizer_factory("adamw")
     model = gpt_module.GPT(shape)
     tracker, _ = tracked_step(model, config, build_mesh(config, process), process, factory, loss, False)
     top = max(tracker.moments, key=lambda moment: moment.memory.total)
@@ -706,7 +706,7 @@ def test_an_optimizer_that_cannot_be_made_is_named_by_its_flag(tmp_path, monkeyp
         "of_matrices": r"cannot be made \(ValueError: Muon only supports 2D parameters .*\)",
         "forgets": r"is not an optimizer \(got NoneType\)",
     }.items():
-        make = batches.optimizer_factory(f"own_optimizers:{name}")
+        make = simulated_optimizers.optimizer_factory(f"own_optimizers:{name}")
         with pytest.raises(UsageError, match=rf"^--optimizer own_optimizers:{name}: {problem}{advice}"):
             make({"weight": nn.Parameter(torch.zeros(3))})
 

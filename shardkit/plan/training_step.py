@@ -20,8 +20,9 @@ from shardkit.errors import ModelError
 from shardkit.optim import local_step
 from shardkit.optim.local_step import Stepper
 from shardkit.plan.averages import Ema
-from shardkit.plan.batches import LossFunction, OptimizerFactory
+from shardkit.plan.batches import LossFunction
 from shardkit.plan.memory_tracker import MemoryTracker
+from shardkit.plan.simulated_optimizers import OptimizerFactory
 from shardkit.sharding import precision
 from shardkit.sharding.gradient_sync import deferred
 from shardkit.sharding.hooks import is_in_backward, mark_own
