@@ -13,7 +13,7 @@ def test_a_page_made_from_the_code_is_up_to_date(name):
     assert (REFERENCE / name).read_text(encoding="utf-8") == PAGES[name](), "write it anew: make docs"
 
 
-LARGE = ["checkpoint", "config", "data", "launch", "plan", "runtime", "sharding"]
+LARGE = ["checkpoint", "config", "data", "launch", "plan", "runtime", "sharding", "tracking"]
 PACKAGE = REFERENCE.parent.parent / "shardkit"
 INSIDE = [path.parent.relative_to(PACKAGE).as_posix() for path in sorted(PACKAGE.glob("*/*/__init__.py"))]
 

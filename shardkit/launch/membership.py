@@ -3,7 +3,6 @@
 A generation is the world between two changes of machines: its members, numbered without gaps, from machine 0 on.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -15,7 +14,7 @@ from shardkit.errors import ConfigError
 from shardkit.launch import names
 from shardkit.launch.environment import accelerate_variables
 from shardkit.launch.spec import LaunchSpec
-from shardkit.wording import counted
+from shardkit.wording import alternatives, counted
 
 
 @dataclass(frozen=True)
@@ -145,11 +144,7 @@ def announcement(spec: LaunchSpec, generation: Generation, sizes: dict[int, str 
 
 
 def _sizes(sizes: dict[int, str | None]) -> str:
-    return _or([str(size) for size, problem in sizes.items() if problem is None])
-
-
-def _or(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    return alternatives([str(size) for size, problem in sizes.items() if problem is None])
 
 
 def summary(config: Config) -> str:

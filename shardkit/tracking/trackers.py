@@ -166,8 +166,9 @@ class Trackers:
             return one if self._is_main or not one.main_process_only else NoTracker(one.name)
         if not self._is_main:
             return NoTracker(one)
-        of_project = () if one in ("jsonl", "csv") else (project,)
-        return _kind_of(one)(*of_project, place, lambda: self._loads() > 0, **arguments.get(one, {}))
+        kind, packages = KNOWN[one]
+        of_project = (project,) if packages else ()  # files lie in a folder of that name
+        return kind(*of_project, place, lambda: self._loads() > 0, **arguments.get(one, {}))
 
     def _refuse(
         self, wanted: Sequence[str | Tracker], place: Path | None, arguments: Mapping[str, Mapping[str, Any]]
