@@ -181,9 +181,9 @@ def _is_offloaded(plan: ShardedSizes, config: Config) -> bool:
 
 
 def never_offloaded(plan: ShardedSizes) -> Memory:
-    """What stays on the device when the shards are offloaded: replicated parameters (`shard_model.py` moves ignored
-    modules there), with their gradients and optimizer state, buffers (`_move_states_to_device` of fully_shard), and
-    Adafactor's rows and columns (`local_step.WholeStep` steps there)."""
+    """What stays on the device when the shards are offloaded: replicated parameters (of ignored modules, which
+    `sharding/fsdp/shard_model.py` moves there), with their gradients and optimizer state, buffers
+    (`_move_states_to_device` of fully_shard), and Adafactor's rows and columns (`local_step.WholeStep` steps there)."""
     whole = plan.replicated
     return Memory(
         whole.parameter_bytes + whole.average_bytes + plan.buffer_bytes + plan.averaged_buffer_bytes,
