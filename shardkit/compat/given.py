@@ -184,7 +184,7 @@ class GivenObjects:
 
     def _read_ddp_handler(self) -> None:
         """Take over the settings of `ddp_handler`, which may have changed since the last `prepare`."""
-        config, others = self._run.config, dict(self._run.origins)
+        config, others = self._run.config, dict(self._run.chosen)
         for name in [name for name, origin in others.items() if origin == _DDP]:
             config = with_value(config, name, attrgetter(name)(Config()))
             del others[name]
@@ -197,4 +197,4 @@ class GivenObjects:
                 torch.__version__,
             )
         found = Settings(config, others).with_given([Given(_DDP, values)] if values else [])
-        self._run.config, self._run.origins = found.config, found.chosen
+        self._run.config, self._run.chosen = found.config, found.chosen

@@ -110,10 +110,10 @@ def spec_for(spec: LaunchSpec, generation: Generation, place: int) -> LaunchSpec
         **({} if is_always_full else {names.FULL_WORLD_SIZE: str(spec.world_size)}),
         **accelerate_variables(for_accelerate, spec.device),
     }
-    origins = dict(spec.origins)
+    chosen = dict(spec.chosen)
     if machines < spec.num_machines:
         where = f"shardkit launch ({machines} of {spec.num_machines} machines)"
-        origins |= {"num_machines": where, "num_processes": where}
+        chosen |= {"num_machines": where, "num_processes": where}
     return replace(
         spec,
         world_size=world,
@@ -121,7 +121,7 @@ def spec_for(spec: LaunchSpec, generation: Generation, place: int) -> LaunchSpec
         machine_rank=place,
         environment=variables,
         config=config,
-        origins=origins,
+        chosen=chosen,
     )
 
 

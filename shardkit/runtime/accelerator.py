@@ -105,13 +105,13 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
             "dynamo_plugin": dynamo_plugin,
         }
         handlers = settings_objects.handlers_of(kwargs_handlers)
-        chosen = settings.with_kept_batch(
+        found = settings.with_kept_batch(
             settings.settings(
                 config, mixed_precision, gradient_accumulation_steps, cpu, split_batches, even_batches
             ).with_given(settings_objects.read(objects_given, handlers))
         )
         selected = trackers.chosen(log_with)
-        launched = process.check_world(chosen.config, chosen.chosen)
+        launched = process.check_world(found.config, found.chosen)
         here = process.start(launched)
         project = project_of(project_dir, project_config)
         missing = trackers.missing(selected) if here.is_main else None
@@ -120,7 +120,7 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         supported = precision.supported(launched, here.device)
         self._run = Run(
             config=supported,
-            origins=chosen.chosen,
+            chosen=found.chosen,
             process=here,
             mesh=build_mesh(supported, here),
             project=project,

@@ -63,10 +63,10 @@ class Taken:
 
 @dataclass
 class Run:
-    """One run on this rank. `origins`: where each explicitly set setting comes from."""
+    """One run on this rank. `chosen`: where each explicitly set setting comes from."""
 
     config: Config
-    origins: Mapping[str, str]
+    chosen: Mapping[str, str]
     process: Process
     mesh: DeviceMesh | None
     project: ProjectConfiguration
