@@ -25,6 +25,12 @@ def test_the_map_of_a_folder_names_what_is_in_it(name):
     assert not inside - {"__init__"} - named
 
 
+def test_the_map_of_the_tests_names_what_they_share():
+    folder = PACKAGE.parent / "tests"
+    shared = {path.stem for path in folder.glob("*.py") if not path.name.startswith("test_")}
+    assert not shared - {"__init__", "conftest"} - {*re.findall(r"\w+", str(import_module("tests").__doc__))}
+
+
 def test_a_file_that_a_text_names_is_there():
     """`name.py`, `folder/name.py`: seen from the text's own folder, or from one around it."""
     gone = []
