@@ -231,6 +231,7 @@ def test_each_change_alone_has_the_effect_that_is_said():
     pytest.fail("no other strategy was named")
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_an_own_model_is_not_sent_in_a_circle(capsys):
     own = ("--model", "torch.nn:Transformer", "--world", "2", "--find", "max-batch")
     code, err = refused(capsys, *own)
@@ -395,6 +396,7 @@ def test_a_question_that_cannot_be_answered(question, changed, text):
         find(question, _with(make_request(), **changed))
 
 
+@pytest.mark.slow
 def test_a_search_that_lacks_what_the_model_saves_says_what_to_add(capsys):
     code, err = refused(capsys, "gpt2", "--world", "4", "--batch-size", "1", "--find", "max-batch")
     assert code == 2
