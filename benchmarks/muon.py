@@ -24,11 +24,6 @@ from shardkit.optim.whole_step import WholeStep
 
 SHARDKIT, SHARDED = "shardkit", "torch, sharded tensors"
 GATHERED, WHOLE = "gathered on all ranks", "torch, whole matrices"
-    "shardkit",
-    "torch, sharded tensors",
-    "gathered on all ranks",
-    "torch, whole matrices",
-)
 
 
 def main() -> None:
