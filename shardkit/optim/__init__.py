@@ -1,6 +1,6 @@
 """Optimizers on sharded parameters.
 
-before a step   rebind, to a model's present parameters; kernels, torch's fused ones or others
-gradients       clip, loss_scale; parts, whole ones that a script gives
-a step          plain_step, as it is; local_step, on this rank's parts
+the step         stepping, which chooses; local_step, muon_step, whole_step, plain_step
+parts of these   kernels, step_hooks, parts; division, which the plan asks too
+around it        rebind, clip, loss_scale
 """

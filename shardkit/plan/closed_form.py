@@ -128,7 +128,7 @@ def estimate(
     timeline = tuple(walk(plan, config, kept or Activations()))
     host = Memory()
     if _is_offloaded(plan, config):
-        timeline, host = offload(timeline, never_offloaded(plan), plan.whole_step_bytes)
+        timeline, host = offload(timeline, never_offloaded(plan), plan.in_step.made)
     if keeps_on_host(config) and kept:
         host = replace(host, activations=sum(_saved_bytes(unit, config, kept) for unit in [*plan.units, plan.root]))
     top = max(timeline, key=lambda moment: moment.memory.total)
@@ -183,7 +183,7 @@ def _is_offloaded(plan: ShardedSizes, config: Config) -> bool:
 def never_offloaded(plan: ShardedSizes) -> Memory:
     """What stays on the device when the shards are offloaded: replicated parameters (of ignored modules, which
     `sharding/fsdp/shard_model.py` moves there), with their gradients and optimizer state, buffers
-    (`_move_states_to_device` of fully_shard), and Adafactor's rows and columns (`local_step.WholeStep` steps there)."""
+    (`_move_states_to_device` of fully_shard), and Adafactor's rows and columns (`optim/whole_step.py` steps there)."""
     whole = plan.replicated
     return Memory(
         whole.parameter_bytes + whole.average_bytes + plan.buffer_bytes + plan.averaged_buffer_bytes,
@@ -230,7 +230,7 @@ def _all_gradients(plan: ShardedSizes) -> int:
 def _in_step(plan: ShardedSizes, kept: Activations) -> Memory:
     """Memory in the optimizer's step, through which a script holds the model's output."""
     base = _persistent(plan)
-    made = plan.whole_step_bytes + sum(unit.step_bytes for unit in [*plan.units, plan.root, plan.replicated])
+    made = plan.in_step.made + sum(unit.step_bytes for unit in [*plan.units, plan.root, plan.replicated])
     state = base.optimizer_state + made
     return replace(base, gradients=_all_gradients(plan), optimizer_state=state, activations=kept.output_bytes)
 

@@ -27,7 +27,7 @@ from shardkit.model.cut import as_trained, cut
 from shardkit.model.live import tree_of
 from shardkit.model.probe import build_factory, build_transformers, error_text, in_library, where
 from shardkit.model.tree import ModuleNode
-from shardkit.optim.local_step import needs_whole_tensors
+from shardkit.optim.stepping import needs_whole_tensors
 from shardkit.plan import batches, fake_world, repeats, simulated_optimizers
 from shardkit.plan.allocator import replay, two_steps
 from shardkit.plan.averages import Ema

@@ -12,9 +12,9 @@ from shardkit.errors import ShardkitError, UsageError
 from shardkit.log import get_logger
 from shardkit.optim.clip import are_mixed, multiply_gradients_, zero_gradients_
 from shardkit.optim.kernels import forget_choice, parameters_of
-from shardkit.optim.local_step import Stepper, stepper_of
 from shardkit.optim.plain_step import Operations, PlainStep
 from shardkit.optim.rebind import same_objects
+from shardkit.optim.stepping import Stepper, stepper_of
 from shardkit.runtime.eager import eager
 from shardkit.runtime.forwarding import Forwarding
 from shardkit.runtime.steps.accumulate import NEVER, Accumulation
