@@ -9,7 +9,8 @@ import torch
 
 from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.data.loop import Loop, alive
-from shardkit.distributed.collectives import Real, leaves, world_size
+from shardkit.distributed.collectives import Real, world_size
+from shardkit.distributed.nested import leaves
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 

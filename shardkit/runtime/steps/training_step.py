@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.distributed.collectives import leaves
+from shardkit.distributed.nested import leaves
 from shardkit.distributed.tensors import every_parameter, is_fsdp
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
