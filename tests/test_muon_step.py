@@ -10,11 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from shardkit.distributed.tensors import is_dtensor
+from shardkit.distributed.tensors import is_dtensor, local_part
+from shardkit.errors import UsageError
 from shardkit.optim import division
 from shardkit.optim.muon_step import MuonStep
 from shardkit.optim.stepping import stepper_of
+from shardkit.plan.whole_steps import WholeTensor, in_step
 
 SHAPES = [(6, 10), (10, 6), (1, 7), (7, 1), (5, 5), (3, 40), (16, 2), (4, 4)]
 SETTINGS: list[dict[str, Any]] = [
@@ -85,3 +88,72 @@ def test_the_values_are_those_of_torch(ranks, settings, world_size, replicas, di
     expected = stepped([nn.Parameter(value) for value in matrices(dtype)], settings, lambda optimizer: optimizer)
     for found in ranks.run(world_size, divided, settings, replicas, dim, dtype, round_bytes):
         assert found == expected
+
+
+@pytest.mark.parametrize("shape", [(48, 16), (16, 48), (32, 32)])
+def test_the_work_is_what_torch_counts(shape):
+    """By which matrices are divided between ranks, and a step's time is planned."""
+    optimizer = torch.optim.Muon([nn.Parameter(torch.randn(shape))])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(shape)
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    expected = in_step("muon", [WholeTensor(shape, 4, None)], 1, 1).flops
+    assert counter.get_total_flops() == expected > 0
+
+
+def test_work_and_memory_are_divided():
+    shapes = [(64, 64), (256, 64), (64, 256), (192, 64)] * 6
+    for ranks in (1, 2, 3, 8, 24, 30):
+        work = [0] * ranks
+        for shape, owner in zip(shapes, division.owners(shapes, ranks), strict=True):
+            work[owner] += division.cost(shape)
+        assert max(work) <= sum(work) / ranks + max(map(division.cost, shapes))
+        planned = division.rounds(shapes, ranks)
+        owned = [[index for of_round in planned for index in of_round[rank]] for rank in range(ranks)]
+        assert sorted(index for of_rank in owned for index in of_rank) == list(range(len(shapes)))
+        assert [sum(division.cost(shapes[index]) for index in of_rank) for of_rank in owned] == work
+
+
+def test_a_muon_that_is_not_known_gathers_whole_matrices(ranks):
+    """A setting that another version of torch may add changes the step in a way that is not known here."""
+    assert ranks.run(2, kinds_of_steps) == [["MuonStep", "WholeStep", "WholeStep"]] * 2
+
+
+def kinds_of_steps() -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    known, unknown, of_two = (torch.optim.Muon([parameter]) for _ in range(3))
+    unknown.defaults["heads"] = 4
+    square = init_device_mesh("cpu", (2, 1))
+    split_twice = nn.Parameter(distribute_tensor(torch.ones(4, 4), square, [Shard(0), Shard(1)]))
+    of_two.add_param_group({"params": [split_twice]})
+    return [type(stepper_of(optimizer)).__name__ for optimizer in (known, unknown, of_two)]
+
+
+def loaded(state: str) -> list[list[list[float]]]:
+    """Weights after a step whose momentum was saved by one process, or which is of another shape."""
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.eye(4, 3), mesh, [Shard(0)]))
+    optimizer = torch.optim.Muon([parameter])
+    stepper = stepper_of(optimizer)
+    momentum = torch.arange(12.0).view(4, 3) if state == "whole" else torch.ones(5, 3)
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"momentum_buffer": momentum}}})
+    parameter.grad = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+    if state != "whole":
+        with pytest.raises(UsageError, match=r"'momentum_buffer' of a parameter of shape \(4, 3\) .*\(got \(5, 3\)\)"):
+            stepper.step()
+        return []
+    stepper.step()
+    assert local_part(optimizer.state[parameter]["momentum_buffer"]).shape == (2, 3)
+    return parameter.full_tensor().tolist()
+
+
+@pytest.mark.parametrize("state", ["whole", "other"])
+def test_momentum_of_one_process_is_taken(ranks, state):
+    found = ranks.run(2, loaded, state)
+    parameter = nn.Parameter(torch.eye(4, 3))
+    optimizer = torch.optim.Muon([parameter])
+    optimizer.state[parameter]["momentum_buffer"] = torch.arange(12.0).view(4, 3)
+    parameter.grad = torch.ones(4, 3)
+    optimizer.step()
+    assert found == [parameter.tolist() if state == "whole" else []] * 2

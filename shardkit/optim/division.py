@@ -23,15 +23,22 @@ def lengths(size: int, shards: int) -> list[int]:
     return [min(chunk, max(0, size - chunk * shard)) for shard in range(shards)]
 
 
+def cost(shape: Shape) -> int:
+    """Multiplications in one Newton-Schulz iteration: two products with the smaller side's square, and that square's
+    own (https://kellerjordan.github.io/posts/muon)."""
+    less, more = sorted(shape)
+    return less * less * (2 * more + less)
+
+
 def owners(shapes: Sequence[Shape], ranks: int) -> list[int]:
     """The rank that orthogonalizes each matrix: the costliest first, each by the rank with the least work so far."""
     work = [(0, rank) for rank in range(ranks)]
     heapify(work)
     found = [0] * len(shapes)
-    for index in sorted(range(len(shapes)), key=lambda index: -_cost(shapes[index])):
+    for index in sorted(range(len(shapes)), key=lambda index: -cost(shapes[index])):
         done, rank = heappop(work)
         found[index] = rank
-        heappush(work, (done + _cost(shapes[index]), rank))
+        heappush(work, (done + cost(shapes[index]), rank))
     return found
 
 
@@ -47,10 +54,3 @@ def rounds(shapes: Sequence[Shape], ranks: int) -> list[list[list[int]]]:
         found[latest[owner]][owner].append(index)
         held[owner] += prod(shapes[index]) * MUON_ITEMSIZE
     return found
-
-
-def _cost(shape: Shape) -> int:
-    """Multiplications in one Newton-Schulz iteration: two products with the smaller side's square, and that square's
-    own (https://kellerjordan.github.io/posts/muon)."""
-    less, more = sorted(shape)
-    return less * less * (2 * more + less)

@@ -90,13 +90,15 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory per rank of one configuration, and traffic between its ranks in one optimizer step."""
+    """Memory per rank of one configuration, and traffic between its ranks in one optimizer step. `step_flops`: products
+    of matrices that the optimizer's step computes on a rank."""
 
     config: Config
     axes: Axes
     units: int
     memory: RankMemory
     traffic: Traffic
+    step_flops: int
 
     @property
     def strategy(self) -> ShardingStrategy:
@@ -139,7 +141,8 @@ def estimate(
         gaps = (*gaps, "what the blocks save: none repeats in the model, or layers share one")
     memory = RankMemory(top.memory, top.text, timeline, host, not gaps, gaps)
     joined = ranks_joined or ranks_per_machine
-    return Estimate(config, plan.axes, len(plan.units) + 1, memory, traffic(plan, config, world_size, joined))
+    sent = traffic(plan, config, world_size, joined)
+    return Estimate(config, plan.axes, len(plan.units) + 1, memory, sent, plan.in_step.flops)
 
 
 def with_strategy(config: Config, strategy: ShardingStrategy) -> Config:

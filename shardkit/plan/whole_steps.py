@@ -14,6 +14,8 @@ from math import prod
 from shardkit.optim import division
 from shardkit.plan.optimizers import Shape, check
 
+# Newton-Schulz iterations of torch.optim.Muon by default (torch/optim/_muon.py), and operations in a multiplication.
+_ITERATIONS, _OPERATIONS = 5, 2
 # `optim.stepping.WHOLE_TENSORS`, by the names of the plan.
 WHOLE_TENSORS = ("adafactor", "muon")
 
@@ -38,13 +40,14 @@ class WholeTensor:
 
 @dataclass(frozen=True)
 class InStep:
-    """Bytes on the first rank. `made`: at most, beside the state; `gathered`: of each all-gather over the shards.
+    """On the first rank, in bytes. `made`: at most, beside the state; `gathered`: of each all-gather over the shards.
 
-    `rounds`: how often matrices are sent to the ranks that orthogonalize them, and back; `to_owners`, `to_shards`: what
-    it sends in all of these, its own part included.
+    `flops`: of products of matrices; `rounds`: how often matrices are sent to the ranks that orthogonalize them, and
+    back; `to_owners`, `to_shards`: what the rank sends in all of these, its own part included.
     """
 
     made: int = 0
+    flops: int = 0
     gathered: tuple[int, ...] = ()
     rounds: int = 0
     to_owners: int = 0
@@ -85,7 +88,7 @@ def _gathered(tensors: Iterable[WholeTensor], shards: int) -> InStep:
         # torch/optim/_adafactor.py, _single_tensor_adafactor, its default: the update.
         largest = max(largest, tensor.nbytes if len(tensor.shape) > 1 else 0)
         made = max(made, held + largest)
-    return InStep(made, tuple(gathered))
+    return InStep(made, gathered=tuple(gathered))
 
 
 def _divided(tensors: Sequence[WholeTensor], shards: int, replicas: int) -> InStep:
@@ -104,7 +107,15 @@ def _divided(tensors: Sequence[WholeTensor], shards: int, replicas: int) -> InSt
         back = copies + sum(parts[index] for index in chain(*owned))
         ahead = sum(sent[number + 1 : number + 2]) + sum(received[number + 1 : number + 2])
         made.append(ahead + received[number] + max([back, *(temporary[index] for index in owned[0])]))
-    return InStep(max(made), (), len(planned), sum(sent), sum(received) * replicas)
+    own = [*(tensor for tensor in tensors if tensor.shard_dim is None)]
+    own += [sharded[index] for owned in planned for index in owned[0]]
+    return InStep(
+        made=max(made),
+        flops=sum(division.cost(tensor.shape) * _ITERATIONS * _OPERATIONS for tensor in own),
+        rounds=len(planned),
+        to_owners=sum(sent),
+        to_shards=sum(received) * replicas,
+    )
 
 
 def _of_muon(shape: Shape, itemsize: int) -> int:
