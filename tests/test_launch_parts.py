@@ -940,6 +940,15 @@ def test_errors_of_libraries_get_advice(message, advice):
     assert bool(given) is bool(advice)
 
 
+def test_an_export_to_onnx_gets_the_advice_on_its_cause():
+    said = failure.describe(1, RuntimeError("Failed to export the model"), set())
+    error = replace(
+        said, kind="TorchExportError", traceback="AttributeError: '_Entry' object has no attribute '__code__'\n"
+    )
+    report = diagnosis.render(diagnosis.diagnose([RankOutcome(1, exit_code=1, error=error)]), 0.0, "logs")
+    assert "  next     torch.export, torch.jit and torch.onnx cannot take a sharded model" in report
+
+
 # hangs
 
 

@@ -316,10 +316,13 @@ def refuse_different(data: Any, what: str, beside: Beside | None = None) -> None
     everyone.agree(problem, error=UsageError)
     descriptions = everyone.exchange(description)
     if len(set(descriptions)) > 1:
+        for_samples = ""
+        if what in ("gather", "gather_for_metrics"):
+            for_samples = "; a list of samples that differ: gather_for_metrics(samples, use_gather_object=True)"
         raise UsageError(
             f"{what}: ranks have different tensors ("
             + "; ".join(f"rank {number}: {text}" for number, text in enumerate(descriptions))
-            + "); make them equal, for instance with accelerator.pad_across_processes(...)."
+            + f"); make them equal, for instance with accelerator.pad_across_processes(...){for_samples}."
         )
 
 
