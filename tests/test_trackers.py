@@ -463,6 +463,11 @@ def test_what_cannot_be_tracked_is_said(tmp_path):
     accelerator = Accelerator(config=ALONE, log_with=["csv"])
     with pytest.raises(UsageError, match=r"csv needs a folder \(got none\); give Accelerator\(project_dir="):
         accelerator.init_trackers("run")
+    accelerator = Accelerator(config=ALONE, log_with=["all", own := Mine()])
+    accelerator.init_trackers("run")  # what needs a folder is left out
+    assert own in accelerator.trackers and not {"jsonl", "csv", "tensorboard"} & {
+        one.name for one in accelerator.trackers
+    }
     accelerator = Accelerator(config=ALONE, log_with="all", project_dir=tmp_path)
     with pytest.raises(UsageError, match=r"init_kwargs for an unknown tracker \(got wandbb\)"):
         accelerator.init_trackers("run", init_kwargs={"wandbb": {}})
