@@ -1,4 +1,4 @@
-"""A Config as readable YAML: important keys first, each below its description, without most settings at their default."""
+"""A Config as readable YAML: important keys first, each below its description, without most of the defaults."""
 
 import shlex
 from collections.abc import Collection, Iterator
