@@ -4,6 +4,7 @@ import copy
 import gc
 import inspect
 import sys
+from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,6 +125,23 @@ def test_hybrid_shards_inside_a_machine_and_replicates_across(ranks):
     assert [replicate for _, replicate, _ in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     sums = [total for _, _, total in found]
     assert sums[0] == sums[2] and sums[1] == sums[3] and sums[0] != sums[1]
+
+
+def hybrid_on_machines(sizes: list[int], mesh: dict[str, int]) -> str:
+    config = config_for(4, 4, shardkit={"mesh": mesh})
+    here = process.start(config)
+    try:
+        found = build_mesh(config, replace(here, local_world_size=sizes[here.rank]))
+    except ConfigError as error:
+        return str(error)
+    return " x ".join(map(str, found.shape))
+
+
+def test_hybrid_on_machines_with_different_numbers_of_ranks_is_refused_on_all(ranks):
+    for text in ranks.run(4, hybrid_on_machines, [2, 2, 1, 1], {}):
+        assert "machines have different numbers of ranks (got 1 and 2); start equally many on each, or set" in text
+    assert ranks.run(4, hybrid_on_machines, [2, 2, 1, 1], {"shard_size": 2}) == ["2 x 2"] * 4
+    assert ranks.run(4, hybrid_on_machines, [2, 2, 2, 2], {}) == ["2 x 2"] * 4
 
 
 def timeouts_of_a_mesh(strategy: int, machines: int) -> list[float]:
