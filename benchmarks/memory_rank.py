@@ -11,8 +11,8 @@ import torch.distributed as dist
 from benchmarks.memory import Case, configuration, ranks_per_machine
 from shardkit.config.schema import Config
 from shardkit.distributed.process import Process
-from shardkit.optim import local_step
-from shardkit.plan import batches, worker
+from shardkit.optim.stepping import stepper_of
+from shardkit.plan import simulated_optimizers, worker
 from shardkit.runtime.measure import resident_bytes
 from shardkit.sharding import precision
 from shardkit.sharding.mesh import build_mesh
@@ -47,8 +47,8 @@ def trained(spec: str, case: Case, config: Config, process: Process) -> int:
     precision.autocast_forward(model, config, process.device)
     parallel = parallelize(model, config, build_mesh(config, process), process)
     trained = {name: p for name, p in parallel.named_parameters() if p.requires_grad}
-    (optimizer,) = batches.optimizer_factory(case.optimizer)(trained)
-    stepper = local_step.stepper_of(optimizer)
+    (optimizer,) = simulated_optimizers.optimizer_factory(case.optimizer)(trained)
+    stepper = stepper_of(optimizer)
     for _ in range(3):
         settled()
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew

@@ -10,6 +10,7 @@ sharded tensors works every list of them out anew, by the square of its length: 
 import argparse
 import gc
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import interleaved
-from shardkit.optim.local_step import stepper_of
+from shardkit.optim.stepping import stepper_of
 
 ROWS, COLUMNS = 64, 32
 SHARDKIT, KERNELS, BY_LIST, ONE_BY_ONE = "shardkit", "kernels alone", "torch, foreach", "torch, one by one"
@@ -45,11 +46,15 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _rank(rank: int, options: argparse.Namespace) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    store = dist.FileStore(f"/tmp/shardkit-benchmark-{os.getppid()}", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def join(rank: int, ranks: int) -> None:
+    """Makes this process one of several ranks with gloo and one thread each, children of one process."""
+    store = dist.FileStore(f"{tempfile.gettempdir()}/shardkit-benchmark-{os.getppid()}", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     torch.set_num_threads(1)
+
+
+def _rank(rank: int, options: argparse.Namespace) -> None:
+    join(rank, 2)
     result: dict[str, Any] = {**interleaved.surroundings(), "ranks": 2, "rows": ROWS, "columns": COLUMNS}
     for count in options.tensors:
         result[str(count)] = {}
@@ -76,8 +81,8 @@ def measure(count: int, rounds: int, limit: int) -> tuple[dict[str, list[float]]
     for _, name in interleaved.turns(list(steps), rounds):
         optimizer = torch.optim.AdamW(plain if name == KERNELS else sharded, **settings.get(name, {}))
         step = steps[name](optimizer)
-        first[name].append(_seconds(step))
-        later[name].append(min(_seconds(step) for _ in range(3)))
+        first[name].append(seconds_of(step))
+        later[name].append(min(seconds_of(step) for _ in range(3)))
     return first, later
 
 
@@ -92,7 +97,8 @@ def _parameters(count: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return sharded, plain
 
 
-def _seconds(step: Callable[[], Any]) -> float:
+def seconds_of(step: Callable[[], Any]) -> float:
+    """How long this rank's step takes, started on all ranks together. Collective."""
     gc.collect()
     gc.disable()  # as timeit does: a collection in one contestant's turn is not its own
     dist.barrier()

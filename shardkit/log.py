@@ -10,8 +10,17 @@ class _RankFilter(logging.Filter):
     """Drops messages below WARNING on ranks other than 0, for all handlers."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        ranks = env.ranks()
-        return ranks is None or ranks.rank == 0 or record.levelno >= logging.WARNING
+        return record.levelno >= logging.WARNING or _rank() == 0
+
+
+def _rank() -> int:
+    """That of the process group, which a script may have started without variables (`mp.spawn`); else the launcher's;
+    0 for a single process. This module loads no torch."""
+    dist = sys.modules.get("torch.distributed")
+    if getattr(dist, "is_initialized", lambda: False)():
+        return dist.get_rank()  # type: ignore[union-attr]
+    ranks = env.ranks()
+    return 0 if ranks is None else ranks.rank
 
 
 class _CurrentStderr(logging.StreamHandler):

@@ -83,12 +83,13 @@ def run_script(settings: Mapping[str, Any]) -> None:
 
 def configuration_for(text: str, world_size: int) -> str:
     """The configuration for as many workers as there are: on as many machines as they fill, else as if on one."""
-    config = files.read_text(text).config
+    loaded = files.read_text(text)
+    config = loaded.config
     if config.num_processes == world_size:
         return text
     machines, rest = divmod(world_size, config.processes_per_machine)
     said = {"num_processes": world_size, "num_machines": machines if machines and not rest else 1}
-    return files.dump(files.overlaid(config, said), comments=False)
+    return files.dump_chosen(files.overlaid(config, said), {*loaded.chosen, *said})
 
 
 def _ray_train() -> Any:

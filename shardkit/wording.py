@@ -23,6 +23,11 @@ def first_few(names: Iterable[object], most: int) -> str:
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
+def alternatives(names: Sequence[str]) -> str:
+    """`a`, `a or b`, `a, b or c`."""
+    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+
+
 def ranks_text(numbers: Sequence[int]) -> str:
     """`rank 1`, `ranks 1, 2, 5`; at most eight are listed."""
     return ("rank " if len(numbers) == 1 else "ranks ") + first_few(numbers, 8)

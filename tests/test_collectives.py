@@ -135,7 +135,8 @@ def test_uneven_shapes_are_the_same_error_on_all_ranks_and_padding_mends_them(ra
     for message, padded, front in ranks.run(2, uneven):
         assert message == (
             "gather: ranks have different tensors (rank 0: {x: int64[2]}; rank 1: {x: int64[3]}); "
-            "make them equal, for instance with accelerator.pad_across_processes(...)."
+            "make them equal, for instance with accelerator.pad_across_processes(...); a list of samples that differ: "
+            "gather_for_metrics(samples, use_gather_object=True)."
         )
         assert padded == [0, 1, -1, 0, 1, 2]
         assert front == [-1, 0, 1, 0, 1, 2]

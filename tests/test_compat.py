@@ -1082,6 +1082,19 @@ def test_a_ddp_handler_that_is_set_or_changed_later_is_read_by_prepare(ranks):
     assert ranks.run(2, exchanges_as_the_handler_says)[0] == [(True, True), (False, False)]
 
 
+def notes_of_two_prepares():
+    config = {"distributed_type": "FSDP", "use_cpu": True, "num_processes": 2}
+    with log_lines() as lines:
+        accelerator = Accelerator(config=config, kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=1)])
+        accelerator.prepare(torch.nn.Linear(2, 2))
+        accelerator.prepare(torch.nn.Linear(2, 2))
+    return sum("bucket_cap_mb: has no effect" in line for line in lines)
+
+
+def test_notes_on_a_ddp_handler_are_logged_once(ranks):
+    assert ranks.run(2, notes_of_two_prepares)[0] == 1
+
+
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11 says so at the first trace
 def test_settings_objects_are_attributes_which_can_be_set_or_say_that_they_cannot(clean_states, tmp_path):
     kinds = (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)

@@ -25,7 +25,7 @@ from shardkit.checkpoint.states import state
 from shardkit.cli.main import run
 from shardkit.errors import EXIT_CHECKPOINT, CheckpointCorrupted, CheckpointError
 from shardkit.model.prepared import Prepared
-from shardkit.runtime.steps import step_boundary
+from shardkit.runtime.checkpoints import resuming
 from tests.checkpoints import Counter, build, digest_of, dropout_off, load, train
 
 
@@ -571,10 +571,10 @@ def test_what_is_converted_into_a_project_is_where_its_run_looks(tmp_path, caplo
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     done = convert.convert(tmp_path / "source", tmp_path / "run", step=3)
     assert done.path == tmp_path / "run" / "checkpoints" / "step-00000003"
-    step_boundary._tell_of_the_start(tmp_path / "new" / "checkpoints")
+    resuming._tell_of_the_start(tmp_path / "new" / "checkpoints")
     assert f"trains from the start. It does not look at {tmp_path / 'new' / 'step-00000003'}: move" in caplog.text
     caplog.clear()
-    step_boundary._tell_of_the_start(tmp_path / "empty" / "checkpoints")
+    resuming._tell_of_the_start(tmp_path / "empty" / "checkpoints")
     assert "trains from the start." in caplog.text and "It does not look" not in caplog.text
 
 

@@ -13,14 +13,29 @@ def test_a_page_made_from_the_code_is_up_to_date(name):
     assert (REFERENCE / name).read_text(encoding="utf-8") == PAGES[name](), "write it anew: make docs"
 
 
-LARGE = ["checkpoint", "config", "data", "launch", "plan", "runtime", "sharding"]
 PACKAGE = REFERENCE.parent.parent / "shardkit"
-INSIDE = [path.parent.relative_to(PACKAGE).as_posix() for path in sorted(PACKAGE.glob("*/*/__init__.py"))]
+FOLDERS = [path.parent.relative_to(PACKAGE).as_posix() for path in sorted(PACKAGE.glob("*/**/__init__.py"))]
 
 
-@pytest.mark.parametrize("name", [*LARGE, *INSIDE])
-def test_the_map_of_a_large_folder_names_what_is_in_it(name):
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_map_of_a_folder_names_what_is_in_it(name):
     folder = PACKAGE / name
     inside = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
     named = {*re.findall(r"\w+", str(import_module(f"shardkit.{name}".replace("/", ".")).__doc__))}
     assert not inside - {"__init__"} - named
+
+
+def test_the_map_of_the_tests_names_what_they_share():
+    folder = PACKAGE.parent / "tests"
+    shared = {path.stem for path in folder.glob("*.py") if not path.name.startswith("test_")}
+    assert not shared - {"__init__", "conftest"} - {*re.findall(r"\w+", str(import_module("tests").__doc__))}
+
+
+def test_a_file_that_a_text_names_is_there():
+    """`name.py`, `folder/name.py`: seen from the text's own folder, or from one around it."""
+    gone = []
+    for text in (REFERENCE.parent / "contributing.md", *PACKAGE.rglob("*.py")):
+        places = [PACKAGE, *(folder for folder in text.parents if folder.is_relative_to(PACKAGE.parent))]
+        named = re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", text.read_text(encoding="utf-8"))
+        gone += [f"{text}: {name}" for name in named if not any((place / name).is_file() for place in places)]
+    assert not gone

@@ -95,8 +95,8 @@ def test_a_range_that_is_none_is_refused(machines, least, words):
 
 
 def test_a_launch_in_a_smaller_world_knows_the_full_one_and_keeps_the_batch(monkeypatch):
-    origins = {"num_machines": "shardkit.yaml:3:1", "use_cpu": "shardkit.yaml:1:1"}
-    spec = launch_spec(config("  gradient_accumulation_steps: 3\n"), "train.py", origins=origins)
+    chosen = {"num_machines": "shardkit.yaml:3:1", "use_cpu": "shardkit.yaml:1:1"}
+    spec = launch_spec(config("  gradient_accumulation_steps: 3\n"), "train.py", chosen=chosen)
     members = (Member(0, 0, "a"), Member(7, 3, "b"))
     generation = Generation(2, members, (Member(4, 2, "c"),), "auto", "machine 1 (d): lost")
     assert membership.generation_from(generation.as_json()) == generation
@@ -104,7 +104,7 @@ def test_a_launch_in_a_smaller_world_knows_the_full_one_and_keeps_the_batch(monk
     assert (own.world_size, own.num_machines, own.machine_rank, own.first_rank) == (4, 2, 1, 2)
     assert own.config.shardkit.checkpoint.resume == "auto"
     here = "shardkit launch (2 of 4 machines)"  # the table of the ranks shows 2, and not that the file says so
-    assert own.origins == {"num_machines": here, "num_processes": here, "use_cpu": "shardkit.yaml:1:1"}
+    assert own.chosen == {"num_machines": here, "num_processes": here, "use_cpu": "shardkit.yaml:1:1"}
     assert own.environment["SHARDKIT_FULL_WORLD_SIZE"] == "8"
     always_full = membership.spec_for(launch_spec(config(machines=2, least=2), "train.py"), generation, 1)
     assert "SHARDKIT_FULL_WORLD_SIZE" not in always_full.environment

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardkit.config.schema import Config
 from shardkit.distributed import process
 from shardkit.distributed.tensors import unwrapped
-from shardkit.optim import clip, local_step, rebind
+from shardkit.optim import clip, rebind, stepping
 from shardkit.sharding import precision
 from shardkit.sharding.gradient_sync import gradient_sync
 from shardkit.sharding.mesh import build_mesh
@@ -126,7 +126,7 @@ def train(case: Case) -> tuple[list[float], list[float], dict[str, Any]]:
     names = rebind.ParameterNames.of(model)
     parallel = parallelize(model, config, build_mesh(config, here), here)
     rebind.rebind(optimizer, names, parallel)
-    stepper = local_step.stepper_of(optimizer)
+    stepper = stepping.stepper_of(optimizer)
     losses, norms = [], []
     for micro_batches in batches(case.accumulation):
         total = torch.zeros(())

@@ -22,7 +22,7 @@ from shardkit.config.schema import Config
 from shardkit.distributed import accelerators, process
 from shardkit.distributed.tensors import is_dtensor, local_part, whole
 from shardkit.errors import ConfigError, MachineError, ModelError
-from shardkit.optim.local_step import stepper_of
+from shardkit.optim.stepping import stepper_of
 from shardkit.plan import roofline
 from shardkit.sharding import float8, precision
 from shardkit.sharding.fsdp import internals

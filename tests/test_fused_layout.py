@@ -50,7 +50,7 @@ def by_hand():
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    from shardkit.optim.local_step import stepper_of
+    from shardkit.optim.stepping import stepper_of
 
     model = nn.Linear(3, 4, bias=False)
     with torch.no_grad():

@@ -15,7 +15,7 @@ PLAN_WITHOUT_TORCH = [
     f"shardkit.plan.{name}"
     for name in (
         *("activations", "answer", "closed_form", "devices", "notes", "optimizers", "request", "unit_sizes"),
-        *("averages", "roofline", "search", "suggest", "tpu", "traffic"),
+        *("averages", "roofline", "search", "suggest", "tpu", "traffic", "whole_steps"),
     )
 ]
 
@@ -30,7 +30,7 @@ LAYERS = [
     ],
     ["shardkit.storage"],
     ["shardkit.config"],
-    ["shardkit.convert", "shardkit.model", "shardkit.launch"],
+    ["shardkit.convert", "shardkit.model", "shardkit.launch", "shardkit.optim.division"],
     PLAN_WITHOUT_TORCH,
     ["shardkit.distributed"],
     ["shardkit.checkpoint", "shardkit.data", "shardkit.optim", "shardkit.sharding", "shardkit.tracking"],

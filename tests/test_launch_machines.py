@@ -1,5 +1,6 @@
 """Two launchers on this machine as two machines: what is open to whom, who waits, who is named, who ends."""
 
+import contextlib
 import pickle
 import re
 import signal
@@ -16,7 +17,8 @@ from torch.distributed import TCPStore
 
 from shardkit.config.schema import Config
 from shardkit.errors import ConfigError, MachineError
-from shardkit.launch import addresses, attempts, meeting, store_client, stores
+from shardkit.launch import addresses, attempts, meeting, ranks, store_client, stores
+from shardkit.launch.monitor import SURVIVOR_GRACE_S
 from shardkit.launch.spec import greeting, launch_spec
 from tests.launches import free_port, launch, logs, running, script, wait_until_gone
 
@@ -174,6 +176,34 @@ def test_a_machine_that_dies_is_named_and_the_others_end(tmp_path):
     assert f"launch: lost machine 0 ({socket.gethostname()}): no sign of life" in second.text()
     assert "Traceback" not in second.text()
     wait_until_gone(pids)
+
+
+class Deaf:
+    """A rank that does not end by SIGTERM while it waits for another machine: its process, meeting and monitor."""
+
+    pid, code, wants_new_world, is_hung = 0, None, None, False
+
+    def __init__(self, alarm: store_client.Alarm) -> None:
+        self.hears_alarm = lambda attempt: alarm
+        self.telling_what_lacks = contextlib.nullcontext
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def hear_of(self, alarm: store_client.Alarm) -> None:
+        """As of the monitor."""
+
+
+@pytest.mark.parametrize("alarm", store_client.Alarm)
+def test_ranks_that_wait_for_those_of_another_machine_are_ended_soon(monkeypatch, alarm):
+    deaf, waits = Deaf(alarm), []
+    monkeypatch.setattr(ranks, "wait_for", lambda processes, seconds: waits.append(seconds))
+    monkeypatch.setattr(ranks, "tell", lambda processes, number: setattr(deaf, "code", -number))
+    monkeypatch.setattr(ranks, "variables_of", lambda *given: {})
+    spec = launch_spec(Config(use_cpu=True, num_processes=1), "train.py", [])
+    ended = ranks.run(spec, lambda variables: [deaf], deaf, Path(), 0, deaf)
+    assert (ended.codes, ended.stopped) == ({0: -signal.SIGKILL}, {0})
+    assert waits == [SURVIVOR_GRACE_S, ranks.PEERLESS_TERM_S, float("inf")] and sum(waits[:2]) < ranks.TERM_S
 
 
 def test_a_machine_that_was_suspended_reads_that_it_is_the_lost_one():

@@ -940,6 +940,15 @@ def test_errors_of_libraries_get_advice(message, advice):
     assert bool(given) is bool(advice)
 
 
+def test_an_export_to_onnx_gets_the_advice_on_its_cause():
+    said = failure.describe(1, RuntimeError("Failed to export the model"), set())
+    error = replace(
+        said, kind="TorchExportError", traceback="AttributeError: '_Entry' object has no attribute '__code__'\n"
+    )
+    report = diagnosis.render(diagnosis.diagnose([RankOutcome(1, exit_code=1, error=error)]), 0.0, "logs")
+    assert "  next     torch.export, torch.jit and torch.onnx cannot take a sharded model" in report
+
+
 # hangs
 
 
@@ -1258,8 +1267,8 @@ def test_launches_that_share_a_log_folder_keep_their_own_configuration(tmp_path)
     read = {}
     for precision in ("no", "bf16"):
         (own := tmp_path / precision).mkdir()
-        spec = launch_spec(Config(mixed_precision=precision), "train.py", origins={"mixed_precision": precision})
+        spec = launch_spec(Config(mixed_precision=precision), "train.py", chosen={"mixed_precision": precision})
         read[precision] = Path(attempts.run_variables(spec, tmp_path, own)[env.RESOLVED])
     for precision, path in read.items():
         assert files.read(path).config.mixed_precision == precision
-        assert json.loads(path.with_suffix(".origins.json").read_text()) == {"mixed_precision": precision}
+        assert json.loads(path.with_suffix(".chosen.json").read_text()) == {"mixed_precision": precision}

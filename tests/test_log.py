@@ -3,6 +3,9 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+
+from shardkit.log import get_logger
 
 SCRIPT = """
 import logging, sys
@@ -38,3 +41,15 @@ def test_each_message_is_told_once_and_information_by_rank_0_alone(tmp_path):
     assert lines("basic", 1) == [word for word in words if word.endswith("warning")]
     assert lines("file", 0, str(tmp_path / "log")) == ["shardkit: before", *told * 3]  # a file is no screen
     assert (tmp_path / "log").read_text().count("information") == 3
+
+
+def test_the_rank_is_that_of_a_group_that_the_script_has_started_without_variables(monkeypatch, caplog):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    log = get_logger("shardkit.spawned")
+    for rank in (0, 1):
+        group = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda rank=rank: rank)
+        monkeypatch.setitem(sys.modules, "torch.distributed", group)
+        log.info("of %d", rank)
+        log.warning("warned %d", rank)
+    assert caplog.messages == ["of 0", "warned 0", "warned 1"]

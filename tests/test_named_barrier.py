@@ -38,7 +38,7 @@ CALLS = {
     "save_state": (CheckpointSaveError, lambda run, folder: run[0].save_state(folder / "one")),
     "save_model": (CheckpointSaveError, lambda run, folder: run[0].save_model(run[1], folder / "export")),
     "load_state": (CheckpointError, lambda run, folder: run[0].load_state(folder / "there")),
-    "resume": (CheckpointError, lambda run, folder: loading.resume(run[0]._run)),
+    "resume": (CheckpointError, lambda run, folder: loading.load_newest(run[0]._run, "resume")),
 }
 
 

@@ -22,7 +22,7 @@ from shardkit.wizard.inplace import QuestionaryPrompter
 from shardkit.wizard.prompter import Prompt
 from shardkit.wizard.questions import QUESTIONS
 from shardkit.wizard.situation import Situation
-from tests.wizard_screen import Screen
+from tests.wizard_screen import wizard
 from tests.wizard_talk import (
     CPU_ONLY,
     DOWN,
@@ -51,12 +51,6 @@ def starter(folder) -> Path:
 
 def saved(folder: Path) -> dict:
     return yaml.safe_load((folder / "shardkit.yaml").read_text())
-
-
-def screen(folder: Path, size: tuple[int, int], *arguments: str) -> Screen:
-    kept = {name: os.environ[name] for name in ("PATH", "XDG_STATE_HOME", "XDG_CONFIG_HOME", "HOME")}
-    kept |= {"PYTHONPATH": str(Path(__file__).parent.parent), "TERM": "xterm-256color", "LANG": "C.UTF-8"}
-    return Screen([sys.executable, "-m", "shardkit", "config", *arguments], folder, *size, kept)
 
 
 # --- 2: models ---
@@ -101,46 +95,29 @@ ADDRESS = (
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_3_a_default_is_shown_whole(folder, size):
-    terminal = screen(folder, size)
-    try:
-        terminal.wait_for("Which model?")
-        terminal.press(ENTER)
-        terminal.wait_for("Where will it run?")
-        terminal.press(ENTER)
-        terminal.wait_for("Processes on")
-        terminal.press(ENTER)
-        terminal.wait_for("Precision?")
-        terminal.press(ENTER)
-        terminal.wait_for("Sharding strategy?")
-        terminal.press(ENTER)
-        terminal.wait_for("one by one")
-        terminal.press("o" + ENTER)
-        terminal.wait_for("CPU offload:")
-        terminal.press(ENTER)
-        terminal.wait_for("Wrapping:")
-        terminal.press("s" + ENTER)
+    with wizard(folder, size=size) as terminal:
+        terminal.answer("Which model?", ENTER)
+        terminal.answer("Where will it run?", ENTER)
+        terminal.answer("Processes on", ENTER)
+        terminal.answer("Precision?", ENTER)
+        terminal.answer("Sharding strategy?", ENTER)
+        terminal.answer("one by one", "o" + ENTER)
+        terminal.answer("CPU offload:", ENTER)
+        terminal.answer("Wrapping:", "s" + ENTER)
         terminal.wait_for("Minimum parameters")
         terminal.wait_for("Enter takes 100,000,000: FSDP's usual value")
-    finally:
-        terminal.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_3_an_address_is_shown_whole(folder, size):
     (folder / "shardkit.yaml").write_text(ADDRESS)
-    terminal = screen(folder, size)
-    try:
-        terminal.wait_for("edit it")
-        terminal.press(ENTER)
-        terminal.wait_for("Save to")
-        terminal.press("2" + ENTER)
-        terminal.wait_for("Which answer?")
-        terminal.press("a" + ENTER)
+    with wizard(folder, size=size) as terminal:
+        terminal.answer("edit it", ENTER)
+        terminal.answer("Save to", "2" + ENTER)
+        terminal.answer("Which answer?", "a" + ENTER)
         terminal.wait_for("Address of machine 0?")
         terminal.wait_for("gpu-node-017.cluster.example.org:29500")
-    finally:
-        terminal.close()
 
 
 @pytest.mark.parametrize("size", [(80, 24), (60, 12), (60, 40), (40, 14)])
@@ -176,8 +153,7 @@ def test_3_help_at_a_typed_answer_goes_on_with_it(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_3_help_does_not_pile_up(folder, size):
-    terminal = screen(folder, size)
-    try:
+    with wizard(folder, size=size) as terminal:
         terminal.wait_for("Which model?")
         for _ in range(3):
             terminal.press("?")
@@ -186,8 +162,6 @@ def test_3_help_does_not_pile_up(folder, size):
             terminal.press(" ")
             terminal.wait_for("Which model?")
             assert "Nothing is downloaded" not in terminal.text
-    finally:
-        terminal.close()
 
 
 def test_3_a_letter_goes_round_the_options_that_begin_with_it(folder):
@@ -330,11 +304,8 @@ def test_5_from_a_file_nothing_is_asked(folder):
         ["--template", "cpu", "--force"],
         ["--set", "shardkit.seed=1", "--force"],
     ):
-        terminal = screen(folder, (80, 24), *arguments)
-        try:
+        with wizard(folder, *arguments) as terminal:
             assert terminal.wait_for_end() == 0, terminal.text
-        finally:
-            terminal.close()
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardkit import Accelerator
 from shardkit.distributed import tensors
 from shardkit.distributed.tensors import local_part, sharded_like, whole
-from shardkit.optim import clip, local_step, rebind
-from shardkit.optim.local_step import stepper_of
+from shardkit.optim import clip, rebind, whole_step
+from shardkit.optim.stepping import stepper_of
 from shardkit.sharding import offloaded_gradients, parallelize
 from shardkit.sharding.fsdp import internals, shard_model
 from shardkit.sharding.tensors import pickled_parts
@@ -149,14 +149,14 @@ def test_a_whole_parameter_and_its_gradient_are_where_ranks_communicate(offload,
     mesh = DeviceMesh("meta", [0], mesh_dim_names=("shard",))
     weight = nn.Parameter(on_host(torch.ones(4, 3), mesh))
     weight.grad = on_host(torch.ones(4, 3), mesh)
-    found = local_step._whole(weight)
+    found = whole_step._whole(weight)
     assert found.device.type == "meta" and found.grad is not None and found.grad.device.type == "meta"
 
 
 def test_a_loaded_state_of_whole_tensors_goes_where_the_step_is():
     """Adafactor's, loaded into host memory: the step gathers the parameter on the GPU. Its count stays."""
     row = {"step": torch.tensor(2.0), "row_var": torch.ones(3)}
-    found = local_step._whole_row(row, torch.device("meta"))
+    found = whole_step._whole_row(row, torch.device("meta"))
     assert (found["step"].device.type, found["row_var"].device.type) == ("cpu", "meta")
 
 

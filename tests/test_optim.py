@@ -16,7 +16,7 @@ from shardkit.config.schema import Config
 from shardkit.distributed import process
 from shardkit.distributed.tensors import local_part
 from shardkit.errors import ModelError, UsageError
-from shardkit.optim import clip, local_step, plain_step, rebind
+from shardkit.optim import clip, division, kernels, plain_step, rebind, stepping
 from shardkit.sharding.init import init_empty_weights
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
@@ -80,7 +80,7 @@ def rebound(warm: bool, tied: bool, strategy: int, fast: bool) -> tuple[list[flo
     names = rebind.ParameterNames.of(model)
     sharded = parallel(model, config_for(dist.get_world_size(), strategy))
     rebind.rebind(optimizer, names, sharded)
-    stepper = local_step.stepper_of(optimizer) if fast else plain_step.PlainStep(optimizer)
+    stepper = stepping.stepper_of(optimizer) if fast else plain_step.PlainStep(optimizer)
     found = train(sharded, optimizer, range(2, 6), stepper.step)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     problems = [fqn for fqn, p in sharded.named_parameters() if id(p) not in held]
@@ -174,7 +174,7 @@ def fast_and_slow(name: str) -> tuple[list[float], list[float], list[str]]:
         names = rebind.ParameterNames.of(model)
         sharded = parallel(model, config_for(2))
         rebind.rebind(optimizer, names, sharded)
-        stepper = local_step.stepper_of(optimizer) if fast else plain_step.PlainStep(optimizer)
+        stepper = stepping.stepper_of(optimizer) if fast else plain_step.PlainStep(optimizer)
         losses.append(train(sharded, optimizer, range(3), stepper.step))
         if fast:
             models.next_token_loss(sharded, tokens(0)).backward()
@@ -224,11 +224,11 @@ def hooked(name: str, is_sharded: bool) -> tuple[list[float], int]:
     names = rebind.ParameterNames.of(model)
     sharded = parallel(model, config_for(2))
     rebind.rebind(optimizer, names, sharded)
-    found, local_step.WHOLE_BYTES = local_step.WHOLE_BYTES, 3000  # several chunks
+    found, division.WHOLE_BYTES = division.WHOLE_BYTES, 3000  # several chunks
     try:
-        return train(sharded, optimizer, range(3), local_step.stepper_of(optimizer).step), len(called)
+        return train(sharded, optimizer, range(3), stepping.stepper_of(optimizer).step), len(called)
     finally:
-        local_step.WHOLE_BYTES = found
+        division.WHOLE_BYTES = found
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ class Around(torch.optim.Optimizer):
 def test_an_optimizer_around_another_one_needs_no_hooks():
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
-    local_step.stepper_of(Around(torch.optim.SGD([parameter], lr=0.5))).step()
+    stepping.stepper_of(Around(torch.optim.SGD([parameter], lr=0.5))).step()
     assert parameter.tolist() == [0.5] * 3
 
 
@@ -349,7 +349,7 @@ def test_a_choice_of_the_user_is_kept():
     parameters = [nn.Parameter(torch.zeros(3))]
     for option in ({"foreach": True}, {"fused": False}, {"foreach": False}):
         optimizer = torch.optim.AdamW(parameters, **option)
-        local_step.choose_kernels(optimizer)
+        kernels.choose_kernels(optimizer)
         assert {key: optimizer.param_groups[0][key] for key in option} == option
         assert optimizer.param_groups[0]["fused"] is not True
 
@@ -358,7 +358,7 @@ def test_a_learning_rate_that_is_a_tensor_works_with_the_chosen_kernels():
     """Neither fused nor foreach kernels take complex parameters with one."""
     waves = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     optimizer = torch.optim.Adam([waves, nn.Parameter(torch.zeros(3))], lr=torch.tensor(0.1))
-    local_step.choose_kernels(optimizer)
+    kernels.choose_kernels(optimizer)
     waves.grad = torch.ones_like(waves)
     optimizer.step()
     torch.testing.assert_close(waves.detach(), torch.full((3,), -0.1, dtype=torch.complex64))
@@ -369,8 +369,8 @@ def test_a_loaded_state_does_not_change_the_path():
     slow.param_groups[0]["params"][0].grad = torch.ones(3)
     slow.step()
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(3))])
-    local_step.choose_kernels(optimizer)
-    local_step.choose_kernels(optimizer)
+    kernels.choose_kernels(optimizer)
+    kernels.choose_kernels(optimizer)
     optimizer.load_state_dict(slow.state_dict())
     assert optimizer.param_groups[0]["fused"] is True
     optimizer.param_groups[0]["params"][0].grad = torch.ones(3)

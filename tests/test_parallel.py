@@ -4,6 +4,7 @@ import copy
 import gc
 import inspect
 import sys
+from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import ConfigError, MachineError, ModelError, UsageError
 from shardkit.optim.clip import clip_grad_norm_
 from shardkit.sharding import parallelize as engine
+from shardkit.sharding import unfit
 from shardkit.sharding.activation import checkpoint_blocks
 from shardkit.sharding.fsdp import internals
 from shardkit.sharding.gradient_sync import gradient_sync
@@ -123,6 +125,23 @@ def test_hybrid_shards_inside_a_machine_and_replicates_across(ranks):
     assert [replicate for _, replicate, _ in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     sums = [total for _, _, total in found]
     assert sums[0] == sums[2] and sums[1] == sums[3] and sums[0] != sums[1]
+
+
+def hybrid_on_machines(sizes: list[int], mesh: dict[str, int]) -> str:
+    config = config_for(4, 4, shardkit={"mesh": mesh})
+    here = process.start(config)
+    try:
+        found = build_mesh(config, replace(here, local_world_size=sizes[here.rank]))
+    except ConfigError as error:
+        return str(error)
+    return " x ".join(map(str, found.shape))
+
+
+def test_hybrid_on_machines_with_different_numbers_of_ranks_is_refused_on_all(ranks):
+    for text in ranks.run(4, hybrid_on_machines, [2, 2, 1, 1], {}):
+        assert "machines have different numbers of ranks (got 1 and 2); start equally many on each, or set" in text
+    assert ranks.run(4, hybrid_on_machines, [2, 2, 1, 1], {"shard_size": 2}) == ["2 x 2"] * 4
+    assert ranks.run(4, hybrid_on_machines, [2, 2, 2, 2], {}) == ["2 x 2"] * 4
 
 
 def timeouts_of_a_mesh(strategy: int, machines: int) -> list[float]:
@@ -1056,11 +1075,11 @@ def test_nothing_keeps_the_whole_parameters(ranks):
 
 def test_a_torch_without_all_of_fsdp2_is_refused():
     for version in ("2.11.0", "2.13.0+cpu", "2.15.0a0+git1234"):
-        engine.refuse_old(version)
+        unfit.refuse_old(version)
     with pytest.raises(
         MachineError, match=r"FSDP: needs torch 2\.11 or newer \(got 2\.9\.0\+cu128, which is only supported"
     ):
-        engine.refuse_old("2.9.0+cu128")
+        unfit.refuse_old("2.9.0+cu128")
 
 
 def test_a_torch_that_nobody_has_tried_is_said_once(caplog):

@@ -15,7 +15,7 @@ from shardkit import init_empty_weights
 from shardkit.checkpoint.exporting import save_model
 from shardkit.config.schema import Config
 from shardkit.distributed import control, process
-from shardkit.optim import local_step, rebind
+from shardkit.optim import rebind, stepping
 from shardkit.sharding import weight_files
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
@@ -97,7 +97,7 @@ def train(name: str, strategy: int, folder: Path | None, **settings: Any) -> dic
     names = rebind.ParameterNames.of(model)
     model = parallelize(model, config, build_mesh(config, here), here, folder)
     rebind.rebind(optimizer, names, model)
-    stepper = local_step.stepper_of(optimizer)
+    stepper = stepping.stepper_of(optimizer)
     return {
         "found": steps(name, model, optimizer, 2, stepper.step),
         "expected": steps(name, reference, optimizer_of(reference), 1),
@@ -157,7 +157,7 @@ def lora() -> dict[str, Any]:
     names = rebind.ParameterNames.of(model)
     model = parallelize(model, config, build_mesh(config, here), here)
     rebind.rebind(optimizer, names, model)
-    stepper = local_step.stepper_of(optimizer)
+    stepper = stepping.stepper_of(optimizer)
     found = steps("LlamaDecoderLayer", model, optimizer, 2, stepper.step)
     expected = steps("LlamaDecoderLayer", reference, optimizer_of(reference), 1)
     after = {fqn: p.full_tensor() for fqn, p in model.named_parameters() if isinstance(p, DTensor)}

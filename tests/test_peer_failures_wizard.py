@@ -14,7 +14,7 @@ import yaml
 
 from shardkit.config import files
 from shardkit.errors import ConfigError
-from tests.wizard_screen import TIMEOUT_S, Screen
+from tests.wizard_screen import TIMEOUT_S, wizard
 from tests.wizard_talk import BACK, CPU_ONLY, DOWN, EIGHT_GPUS, ENTER, STOP, project, talk, talk_plainly
 
 
@@ -25,13 +25,6 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def saved(folder: Path) -> dict:
     return yaml.safe_load((folder / "shardkit.yaml").read_text())
-
-
-def screen(folder: Path, columns: int = 80, rows: int = 24, **variables: str) -> Screen:
-    """`shardkit config` in a terminal of that size."""
-    kept = {name: os.environ[name] for name in ("PATH", "XDG_STATE_HOME", "XDG_CONFIG_HOME", "HOME")}
-    kept |= {"PYTHONPATH": str(Path(__file__).parent.parent), "TERM": "xterm-256color", "LANG": "C.UTF-8", **variables}
-    return Screen([sys.executable, "-m", "shardkit", "config"], folder, columns, rows, kept)
 
 
 # --- 6: late crashes lose every answer ---
@@ -131,22 +124,15 @@ def test_8_an_existing_file_is_edited_not_overwritten(folder):
 
 @pytest.mark.slow
 def test_8_escape_goes_back_and_eats_no_key(folder):
-    terminal = screen(folder)
-    try:
-        terminal.wait_for("Which model?")
-        terminal.press(ENTER)
-        terminal.wait_for("Where will it run?")
-        terminal.press("\x1b")
-        terminal.wait_for("Which model?")
-        terminal.press(ENTER)
-        terminal.wait_for("Where will it run?")
-        terminal.press(DOWN + DOWN + ENTER)
+    with wizard(folder) as terminal:
+        terminal.answer("Which model?", ENTER)
+        terminal.answer("Where will it run?", "\x1b")
+        terminal.answer("Which model?", ENTER)
+        terminal.answer("Where will it run?", DOWN + DOWN + ENTER)
         terminal.wait_for("where: ")
         assert "where: several machines" in terminal.text or "where: another machine" in terminal.text
         terminal.press(STOP)
         assert terminal.wait_for_end() == 130
-    finally:
-        terminal.close()
 
 
 # --- 9: no terminal ---
@@ -164,11 +150,8 @@ def test_9_without_a_terminal_it_is_two_lines_that_name_the_flags(folder):
 
 @pytest.mark.slow
 def test_9_in_a_ci_job_with_a_terminal_it_does_not_ask_either(folder):
-    terminal = screen(folder, CI="true")
-    try:
+    with wizard(folder, CI="true") as terminal:
         assert terminal.wait_for_end() == 2
-    finally:
-        terminal.close()
     assert "$CI is set" in terminal.text and "--defaults" in terminal.text
 
 
@@ -180,10 +163,8 @@ SIZES = [(80, 24), (60, 10), (40, 14)]
 @pytest.mark.slow
 @pytest.mark.parametrize(("columns", "rows"), SIZES)
 def test_10_every_size_of_terminal_shows_whole_menus(folder, columns, rows):
-    terminal = screen(folder, columns, rows)
-    try:
-        terminal.wait_for("Which model?")
-        terminal.press(ENTER)
+    with wizard(folder, size=(columns, rows)) as terminal:
+        terminal.answer("Which model?", ENTER)
         terminal.wait_for("Where will it run?")
         assert terminal.text.count("Where will it run?") == 1
         assert next(line for line in terminal.lines if line.startswith(" > ")).startswith(" > 1) this machine")
@@ -191,48 +172,33 @@ def test_10_every_size_of_terminal_shows_whole_menus(folder, columns, rows):
         terminal.wait_for(" > 2) ")
         assert sum(line.startswith(" > ") for line in terminal.lines) == 1
         terminal.press("1")
-        terminal.wait_for(" > 1) ")
-        terminal.press(ENTER)
-        terminal.wait_for("Processes on each machine?")
-        terminal.press("two" + ENTER)
-        terminal.wait_for("! not a whole number")
-        terminal.press("1" + ENTER)
-        terminal.wait_for("Precision?")
-        terminal.press(ENTER)
+        terminal.answer(" > 1) ", ENTER)
+        terminal.answer("Processes on each machine?", "two" + ENTER)
+        terminal.answer("! not a whole number", "1" + ENTER)
+        terminal.answer("Precision?", ENTER)
         terminal.wait_for("What now?")
         assert sum(line.startswith(" > ") for line in terminal.lines) == 1
         terminal.press(ENTER)
         assert terminal.wait_for_end() == 0
-    finally:
-        terminal.close()
     assert files.read(folder / "shardkit.yaml").config.num_processes == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"SHARDKIT_PLAIN": "1", "NO_COLOR": "1"}])
 def test_10_plain_mode_sends_no_control_codes(folder, variables):
-    terminal = screen(folder, **variables)
-    try:
-        terminal.wait_for("Answer [none]:")
-        terminal.press(ENTER)
-        terminal.wait_for("Choice [1]:")
-        terminal.press("\x03")
+    with wizard(folder, **variables) as terminal:
+        terminal.answer("Answer [none]:", ENTER)
+        terminal.answer("Choice [1]:", "\x03")
         assert terminal.wait_for_end() == 130
-    finally:
-        terminal.close()
     assert b"\x1b" not in terminal.raw
     assert all(byte < 128 for byte in terminal.raw)
 
 
 @pytest.mark.slow
 def test_10_no_color_is_honoured(folder):
-    terminal = screen(folder, NO_COLOR="1")
-    try:
-        terminal.wait_for("Which model?")
-        terminal.press("\x03")
+    with wizard(folder, NO_COLOR="1") as terminal:
+        terminal.answer("Which model?", "\x03")
         assert terminal.wait_for_end() == 130
-    finally:
-        terminal.close()
     codes = {code for found in re.findall(rb"\x1b\[([\d;]*)m", terminal.raw) for code in found.split(b";")}
     assert codes <= {b"", b"0", b"1", b"3", b"4", b"7"}, "only bold, italic, underlined and reversed"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from shardkit.cli.main import run
 from shardkit.config import hardware
@@ -17,7 +18,7 @@ from shardkit.errors import UsageError
 from shardkit.model.describe import TransformerFacts
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
-from shardkit.plan import devices, measured, plot, roofline
+from shardkit.plan import devices, measured, optimizers, plot, roofline
 from shardkit.plan.activations import Loss
 from shardkit.plan.answer import Answer, PlanRequest, possible_strategies, row, to_json
 from shardkit.plan.answering import SimulationOptions, answer
@@ -26,6 +27,7 @@ from shardkit.plan.notes import check_seq_len
 from shardkit.plan.report import render
 from shardkit.plan.request import build, configuration
 from shardkit.plan.search import Question, find
+from shardkit.plan.simulated_optimizers import optimizer_factory
 from shardkit.plan.suggest import changes, suggest_from
 from shardkit.sizes import read_bytes
 
@@ -229,6 +231,7 @@ def test_each_change_alone_has_the_effect_that_is_said():
     pytest.fail("no other strategy was named")
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_an_own_model_is_not_sent_in_a_circle(capsys):
     own = ("--model", "torch.nn:Transformer", "--world", "2", "--find", "max-batch")
     code, err = refused(capsys, *own)
@@ -402,6 +405,7 @@ def test_a_question_that_cannot_be_answered(question, changed, text):
         find(question, _with(make_request(), **changed))
 
 
+@pytest.mark.slow
 def test_a_search_that_lacks_what_the_model_saves_says_what_to_add(capsys):
     code, err = refused(capsys, "gpt2", "--world", "4", "--batch-size", "1", "--find", "max-batch")
     assert code == 2
@@ -749,6 +753,19 @@ def test_the_page_names_every_device():
     assert listed
     names = re.findall(r"[\w-]+", listed[1].replace(" and ", " "))
     assert sorted(devices.find(name).name for name in names) == sorted(one.name for one in devices.DEVICES.values())
+
+
+def test_the_page_names_every_optimizer():
+    page = (Path(__file__).parent.parent / "docs/how-to/plan.md").read_text()
+    listed = re.search(r"`--optimizer` (.*?) for the matrices", page)
+    assert listed
+    assert {optimizers.check(name) for name in re.findall(r"[\w-]+", listed[1])} == {*optimizers.STATE}
+
+
+@pytest.mark.parametrize("name", [*optimizers.STATE, *optimizers.QUANTIZED])
+def test_every_optimizer_by_name_can_be_simulated(name):
+    (made,) = optimizer_factory(name)({"weight": torch.nn.Parameter(torch.ones(2, 2))})
+    assert isinstance(made, torch.optim.Optimizer)
 
 
 @pytest.mark.parametrize(("text", "size"), [("80GiB", 80 * GIB), ("24 gb", 24 * 10**9), ("1.5g", GIB * 3 // 2)])

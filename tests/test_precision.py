@@ -19,7 +19,7 @@ from shardkit.config.schema import Config
 from shardkit.distributed import process
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
-from shardkit.optim import clip, local_step, loss_scale, rebind
+from shardkit.optim import clip, kernels, loss_scale, rebind
 from shardkit.sharding import precision
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
@@ -158,7 +158,7 @@ def fp16_steps(strategy: int, overflow_on: int | None) -> tuple[list[float], lis
     names = rebind.ParameterNames.of(model)
     model = parallel(model, config)
     rebind.rebind(optimizer, names, model)
-    local_step.choose_kernels(optimizer)
+    kernels.choose_kernels(optimizer)
     scaler = loss_scale.make_scaler(config, here.device)
     assert scaler is not None
     data = torch.randn(4, 8, generator=torch.Generator().manual_seed(here.rank))

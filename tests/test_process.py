@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from shardkit import Accelerator, env
 from shardkit.config.schema import Config, DistributedType
 from shardkit.distributed import process
+from shardkit.distributed import stores as rank_stores
 from shardkit.errors import ConfigError, MachineError, UsageError
 from shardkit.launch import stores
 from shardkit.launch.forking import fork
@@ -222,3 +225,19 @@ def test_a_forked_process_does_not_destroy_a_process_group_that_it_inherits():
     outcome = forked.run(1, forks_with_a_group_in_its_garbage)[0]
     assert (outcome.error, outcome.value) == (None, 0)
     assert forked.run(1, collects_after_a_fork)[0].value == [True, True]
+
+
+# ranks that torchrun starts again, with the store of the earlier ones
+
+
+def test_all_ranks_of_a_start_find_its_name_beside_keys_of_earlier_ones():
+    store, earlier = dist.HashStore(), set()
+    for size, ended in ((2, [1]), (3, [0, 2]), (3, [])):  # ranks that end before they have met the others
+        for rank in ended:
+            with pytest.raises(MachineError, match="did not come within 0 s"):
+                rank_stores.name_of_start(store, rank, size, 0.0)
+        find = partial(rank_stores.name_of_start, store, size=size, timeout_s=20.0)
+        with ThreadPoolExecutor(size) as threads:
+            names = set(threads.map(find, reversed(range(size))))
+        assert len(names) == 1 and not names & earlier
+        earlier |= names

@@ -24,8 +24,9 @@ def test_the_configuration_follows_the_number_of_workers():
     text = "distributed_type: FSDP\nnum_machines: 4\nnum_processes: 32\n"
     assert configuration_for(text, 32) == text
     for workers, machines in ((16, 2), (8, 1), (12, 1), (3, 1)):
-        config = files.read_text(configuration_for(text, workers)).config
-        assert (config.num_processes, config.num_machines) == (workers, machines)
+        found = files.read_text(configuration_for(text, workers))
+        assert (found.config.num_processes, found.config.num_machines) == (workers, machines)
+        assert found.chosen.keys() == {"distributed_type", "num_machines", "num_processes"}
 
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install 'ray[train]'")

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardkit.config.schema import Config, FsdpConfig
 from shardkit.distributed.process import Process
-from shardkit.plan import batches, worker
+from shardkit.plan import batches, simulated_optimizers, worker
 from shardkit.plan.training_step import tracked_step
 from shardkit.sharding.mesh import build_mesh
 from tests import test_simulation_families as families
@@ -94,7 +94,7 @@ def held(unused: dict[str, tuple[str, ...]]) -> dict[str, int]:
         config, model = config_of(case), globals()[case]()
         text = None if CASES[case][1] else batches.transformers_batch(model, BATCH, TOKENS)
         loss = batches.given_loss(text or rows())
-        factory = batches.optimizer_factory("adamw")
+        factory = simulated_optimizers.optimizer_factory("adamw")
         mesh = build_mesh(config, process)
         tracker, _ = tracked_step(model, config, mesh, process, factory, loss, False, unused[case])
         found[case] = peak_of(tracker.moments)

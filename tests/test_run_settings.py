@@ -66,14 +66,14 @@ def test_notes_on_settings_that_the_launcher_has_printed_are_not_repeated(
     assert ("recompute_every: has no effect" in caplog.text) is are_told
 
 
-@pytest.mark.parametrize("origins", [{}, {"num_processes": "--num-processes"}])
-def test_settings_that_nobody_chose_are_not_those_of_the_launchers_file(tmp_path, monkeypatch, origins):
+@pytest.mark.parametrize("chosen", [{}, {"num_processes": "--num-processes"}])
+def test_settings_that_nobody_chose_are_not_those_of_the_launchers_file(tmp_path, monkeypatch, chosen):
     """Which has all of them: objects of a script would contradict it."""
     path = tmp_path / "config.yaml"
     path.write_text(files.dump(Config(num_processes=2, use_cpu=True)))
-    path.with_suffix(".origins.json").write_text(json.dumps(origins))
+    path.with_suffix(".chosen.json").write_text(json.dumps(chosen))
     monkeypatch.setenv(env.RESOLVED, str(path))
-    assert settings.settings(None).chosen == origins
+    assert settings.settings(None).chosen == chosen
 
 
 def test_a_missing_attribute_inside_a_property_is_named():

@@ -16,7 +16,7 @@ from shardkit.model.live import tree_of
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import estimate
 from shardkit.runtime.accelerator import Accelerator
-from shardkit.sharding.parallelize import refuse_integers
+from shardkit.sharding.unfit import refuse_integers
 from shardkit.sharding.units import units_of
 from tests import models
 

@@ -74,6 +74,9 @@ def test_a_contradiction_names_both_places(tmp_path):
         ConfigError, match=r"kwargs_handlers=Plugin\): shardkit.compile: False here, but True from .*Says"
     ):
         accelerator(kwargs_handlers=[Says(shardkit__compile=True), Plugin(shardkit__compile=False)])
+    path.write_text("use_cpu: true\nfsdp_config:\n  fsdp_sharding_strategy: 1\n")
+    with pytest.raises(ConfigError, match=r"means SHARD_GRAD_OP, but .* in .*shardkit.yaml:3:27 says FULL_SHARD; keep"):
+        Accelerator(config=path, fsdp_plugin=Plugin(fsdp_config__fsdp_reshard_after_forward=False))
 
 
 def test_the_checks_are_those_of_the_file():

@@ -20,8 +20,8 @@ from shardkit.config.schema import Config, FsdpConfig, ShardkitConfig
 from shardkit.errors import ModelError, UsageError
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
-from shardkit.optim import local_step
-from shardkit.plan import batches, fake_world, measured, optimizers, repeats, worker
+from shardkit.optim import division
+from shardkit.plan import batches, fake_world, measured, repeats, simulated_optimizers, worker
 from shardkit.plan.answer import PlanRequest, row
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
@@ -120,16 +120,16 @@ def test_the_closed_form_knows_what_a_step_makes(optimizer, per_parameter, strat
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
 def test_the_closed_form_knows_what_whole_tensors_take(monkeypatch, optimizer, strategy, world_size, limit):
     """State of whole parameters on every rank, gathered parameters and gradients, and what is sent for these."""
-    assert local_step.WHOLE_BYTES == optimizers.WHOLE_BYTES
-    monkeypatch.setattr(local_step, "WHOLE_BYTES", limit)
-    monkeypatch.setattr(optimizers, "WHOLE_BYTES", limit)
+    monkeypatch.setattr(division, "WHOLE_BYTES", limit)
+    monkeypatch.setattr(division, "ROUND_BYTES", limit // 8)
     asked = replace(request(TINY, strategy, world_size=world_size), optimizer=optimizer)
     (memory, payload), closed = simulated(asked), row(asked).estimate
     states = [found.timeline[-2].memory.optimizer_state for found in (memory, closed.memory)]
     assert states[0] == pytest.approx(states[1], abs=200)  # 4 bytes a parameter for the number of steps
     assert in_step(memory).total == pytest.approx(in_step(closed.memory).total, rel=0.01)
-    gathered = sum(each.payload_bytes for each in closed.traffic.collectives if each.kind == "all_gather")
-    assert payload.get("all_gather", 0) == gathered
+    for kind in ("all_gather", "all_to_all"):
+        expected = sum(each.payload_bytes for each in closed.traffic.collectives if each.kind == kind)
+        assert payload.get(kind, 0) == expected
     assert any(each.axis == "optimizer" for each in closed.traffic.collectives) is (strategy != 3)
 
 
@@ -195,7 +195,7 @@ def test_a_shortened_step_is_the_whole_step(strategy, fsdp):
 @pytest.mark.parametrize("name", ["Adafactor", "Adagrad"])
 def test_a_step_on_whole_tensors_is_not_extrapolated(monkeypatch, name):
     """Adafactor gathers parameters up to a limit, however many blocks there are."""
-    monkeypatch.setattr(local_step, "WHOLE_BYTES", 2**18)
+    monkeypatch.setattr(division, "WHOLE_BYTES", 2**18)
     asked = replace(request(SMALL), optimizer=f"torch.optim:{name}")
     short, payload = simulated(asked)
     whole, whole_payload = simulated(asked, is_exact=True)
@@ -254,7 +254,7 @@ def real_step(config: Config) -> tuple[int, str]:
     process = Process(dist.get_rank(), dist.get_rank(), 2, 2, torch.device("cpu"), "gloo")
     shape = gpt.parse(TINY.removeprefix("gpt:"))
     loss = batches.next_token_loss(torch.zeros(4, shape.seq, dtype=torch.long), shape.vocab)
-    factory = batches.optimizer_factory("adamw")
+    factory = simulated_optimizers.optimizer_factory("adamw")
     model = gpt_module.GPT(shape)
     tracker, _ = tracked_step(model, config, build_mesh(config, process), process, factory, loss, False)
     top = max(tracker.moments, key=lambda moment: moment.memory.total)
@@ -707,7 +707,7 @@ def test_an_optimizer_that_cannot_be_made_is_named_by_its_flag(tmp_path, monkeyp
         "of_matrices": r"cannot be made \(ValueError: Muon only supports 2D parameters .*\)",
         "forgets": r"is not an optimizer \(got NoneType\)",
     }.items():
-        make = batches.optimizer_factory(f"own_optimizers:{name}")
+        make = simulated_optimizers.optimizer_factory(f"own_optimizers:{name}")
         with pytest.raises(UsageError, match=rf"^--optimizer own_optimizers:{name}: {problem}{advice}"):
             make({"weight": nn.Parameter(torch.zeros(3))})
 

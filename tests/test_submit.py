@@ -137,8 +137,10 @@ def test_sbatch_reads_folders_and_values_as_they_are(capsys, tmp_path, monkeypat
 @pytest.mark.parametrize("engine", NEEDED)
 def test_the_configuration_goes_along_without_its_place(capsys, engine):
     """What runs is what was configured when it was submitted; addresses, port and number are the engine's. So are
-    restarts, where the engine starts the job again as often as configured."""
+    restarts, where the engine starts the job again as often as configured. What nobody has chosen is left to the
+    script, as in a launch here."""
     settings = ["--set", "shardkit.seed=3", "--set", "shardkit.launch.bind_address=10.0.0.3", "--restarts", "3"]
+    settings += ["--set", "fsdp_config.fsdp_state_dict_type=SHARDED_STATE_DICT", "--set", "machine_rank=0"]
     text, _ = submit(capsys, "--to", engine, *NEEDED[engine], *settings, "train.py")
     if engine in ("kubeflow", "jobset", "skypilot"):
         found = objects(text)[-1]
@@ -148,8 +150,10 @@ def test_the_configuration_goes_along_without_its_place(capsys, engine):
     inside = re.search(r"<<'END_OF_CONFIGURATION'\n(.*?)\nEND_OF_CONFIGURATION\n", text, re.DOTALL)
     inside = inside or re.search(r'"""\\\n(.*?)"""', text, re.DOTALL)
     assert inside is not None
-    config = files.read_text(inside[1]).config
+    config, chosen = files.read_text(inside[1]).config, files.read_text(inside[1]).chosen.keys()
     assert (config.num_processes, config.num_machines, config.mixed_precision) == (16, 2, "bf16")
+    assert {"fsdp.state_dict_type", "num_processes", "num_machines"} <= chosen
+    assert not {"fsdp.auto_wrap_policy", "use_cpu", "machine_rank", "shardkit.launch.bind_address"} & chosen
     assert (config.main_process_ip, config.main_process_port, config.machine_rank) == (None, None, 0)
     assert (config.shardkit.seed, config.shardkit.checkpoint.resume) == (3, "auto")
     assert config.shardkit.launch.bind_address is None

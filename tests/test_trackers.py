@@ -24,11 +24,18 @@ from shardkit import Accelerator, ProjectConfiguration, Tracker
 from shardkit.errors import UsageError
 from shardkit.tracking.installed import TensorBoard
 from shardkit.tracking.records import Csv, JsonLines
+from shardkit.tracking.trackers import KNOWN
 from tests.training import parts
 
 ALL = "use jsonl, csv, tensorboard, wandb, mlflow, trackio, all, or a shardkit.Tracker."
+PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "trackers.md"
 ALONE = {"distributed_type": "NO", "use_cpu": True}
 FULL = {"distributed_type": "FSDP", "use_cpu": True}
+
+
+def test_the_page_names_every_tracker():
+    named = PAGE.read_text().partition("`log_with` names ")[2].partition(", or `all`")[0]
+    assert named == ", ".join(f"`{name}`" for name in KNOWN)
 
 
 class Mine(Tracker):
@@ -239,6 +246,7 @@ IN_ASCII = r"""
 import sys
 from pathlib import Path
 from shardkit.tracking.records import Csv, JsonLines
+from shardkit.tracking.trackers import KNOWN
 for kind in (JsonLines, Csv):
     tracker = kind(Path(sys.argv[1]), lambda: True)
     tracker.log({"a": "\u00e9"}, step=1)
@@ -455,6 +463,11 @@ def test_what_cannot_be_tracked_is_said(tmp_path):
     accelerator = Accelerator(config=ALONE, log_with=["csv"])
     with pytest.raises(UsageError, match=r"csv needs a folder \(got none\); give Accelerator\(project_dir="):
         accelerator.init_trackers("run")
+    accelerator = Accelerator(config=ALONE, log_with=["all", own := Mine()])
+    accelerator.init_trackers("run")  # what needs a folder is left out
+    assert own in accelerator.trackers and not {"jsonl", "csv", "tensorboard"} & {
+        one.name for one in accelerator.trackers
+    }
     accelerator = Accelerator(config=ALONE, log_with="all", project_dir=tmp_path)
     with pytest.raises(UsageError, match=r"init_kwargs for an unknown tracker \(got wandbb\)"):
         accelerator.init_trackers("run", init_kwargs={"wandbb": {}})

@@ -246,18 +246,23 @@ def test_a_machine_with_one_core_has_one_core(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("layers", "hardware", "asked", "ways"),
+    ("shape", "hardware", "asked", "ways"),
     [
-        (24, CPU_ONLY, [""] * 5, "activation checkpointing, more machines."),
-        (24, CPU_ONLY, ["", "1", ""], "a smaller model, or devices with more memory."),
-        (32, EIGHT_GPUS, ["", "", "", "3"], "FULL_SHARD, activation checkpointing."),
-        (999, EIGHT_GPUS, [*[""] * 4, "2", "no", *[""] * 7], "activation checkpointing, CPU offload, more machines."),
+        ("layers=24,hidden=4096", CPU_ONLY, [""] * 5, "activation checkpointing, more machines."),
+        ("layers=24,hidden=4096", CPU_ONLY, ["", "1", ""], "a smaller model, or devices with more memory."),
+        ("layers=32,hidden=4096", EIGHT_GPUS, ["", "", "", "3"], "FULL_SHARD, activation checkpointing."),
+        (
+            "layers=64,hidden=16384",
+            EIGHT_GPUS,
+            [*[""] * 4, "2", "no", *[""] * 7],
+            "activation checkpointing, CPU offload, more machines.",
+        ),
     ],
 )
 def test_what_does_not_fit_is_told_with_what_would_need_less_of_what_is_chosen(
-    folder, capsys, layers, hardware, asked, ways
+    folder, capsys, shape, hardware, asked, ways
 ):
-    model = f"gpt:layers={layers},hidden=4096,heads=32"
+    model = f"gpt:{shape},heads=32"
     assert talk_plainly([model, *asked, "quit"], hardware) == 0
     assert f"! This does not fit. It needs less with: {ways}" in " ".join(capsys.readouterr().out.split())
 

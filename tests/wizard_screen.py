@@ -1,6 +1,8 @@
 """A real terminal for tests: a program in a pseudo-terminal, and the screen that a person would see."""
 
+import os
 import signal
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -11,8 +13,16 @@ import pyte
 TIMEOUT_S = 120.0
 
 
+def wizard(folder: Path, *arguments: str, size: tuple[int, int] = (80, 24), **variables: str) -> "Screen":
+    """`shardkit config` in a terminal of that size (columns, rows)."""
+    kept = {name: os.environ[name] for name in ("PATH", "XDG_STATE_HOME", "XDG_CONFIG_HOME", "HOME")}
+    kept |= {"PYTHONPATH": str(Path(__file__).parent.parent), "TERM": "xterm-256color", "LANG": "C.UTF-8", **variables}
+    return Screen([sys.executable, "-m", "shardkit", "config", *arguments], folder, *size, kept)
+
+
 class Screen:
-    """`press` keys, `wait_for` text: no sleeping, so that a slow machine only takes longer."""
+    """`press` keys, `wait_for` text: no sleeping, so that a slow machine only takes longer. A context: the program ends
+    with it."""
 
     def __init__(self, command: list[str], folder: Path, columns: int, rows: int, env: dict[str, str]) -> None:
         self.screen = pyte.HistoryScreen(columns, rows, history=2000)
@@ -25,6 +35,12 @@ class Screen:
             )
         self.raw = b""
 
+    def __enter__(self) -> "Screen":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     @property
     def lines(self) -> list[str]:
         """What is visible, without blanks at the ends."""
@@ -36,6 +52,11 @@ class Screen:
 
     def press(self, keys: str) -> None:
         self.child.send(keys)
+
+    def answer(self, text: str, keys: str) -> None:
+        """Waits for the text, then presses the keys."""
+        self.wait_for(text)
+        self.press(keys)
 
     def wait_for(self, text: str) -> None:
         """Until the text is on the screen; fails with the screen when it does not come."""

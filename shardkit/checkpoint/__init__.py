@@ -7,7 +7,7 @@ states        the state that is saved: models, optimizers, what differs between 
 saving        a save
 loading       a load
 exporting     a model for others to load
-commands      compare, merge, convert; the formats of others
+commands      what those of `shardkit checkpoint` do; the formats of others
 
 tests         faults
 """

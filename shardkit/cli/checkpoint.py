@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -19,9 +19,6 @@ from shardkit.errors import EXIT_CHECK_FAILED, CheckpointCorrupted, CheckpointEr
 from shardkit.problems import Problems
 from shardkit.storage.url import Place, Url, place_of
 from shardkit.wording import counted
-
-if TYPE_CHECKING:
-    from shardkit.checkpoint.files.verify import Checkpoint
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, context_settings=HELP)
 
@@ -128,54 +125,19 @@ def inspect(
     as_json: options.AsJson = False,
 ) -> int:
     """Show the contents of a checkpoint. These are step, ranks, sizes, versions, and with --tensors every tensor."""
+    from shardkit.checkpoint.commands import describe
     from shardkit.checkpoint.loading import locate
 
     found = locate.checkpoint(path)
-    facts = _facts(found)
+    facts = describe.facts(found)
     if tensors:
-        facts["tensors"] = _tensors(found)
+        facts["tensors"] = describe.tensors(found)
     if as_json:
         print(json.dumps(facts, indent=2))
         return 0
     for line in checkpoint_text.facts(facts):
         print(line)
     return 0
-
-
-def _facts(found: "Checkpoint") -> dict[str, Any]:
-    record = found.manifest
-    names = ("kind", "step", "epoch", "samples_seen", "world_size", "mesh", "created_utc", "save_id", "run_id")
-    facts = {"path": str(found.path), **{name: getattr(record, name) for name in (*names, "parent", "digest")}}
-    facts |= {"versions": record.versions, "bytes": record.bytes, "files": len(record.every_file)}
-    facts["sections"] = {
-        section: {
-            "tensors": len(entries),
-            "bytes": sum(entry.bytes for entry in entries.values()),
-            "elements": sum(entry.whole.count for entry in entries.values()),
-            "dtypes": sorted({entry.dtype for entry in entries.values()}),
-            "tied": found.index.aliases.get(section, {}),
-        }
-        for section, entries in found.index.sections.items()
-    }
-    if found.apart:
-        own = [file.bytes for name, file in record.files.items() if name.startswith("own/")]
-        facts["own"] = {"of": found.apart, "files": len(own), "bytes": sum(own)}
-    return facts
-
-
-def _tensors(found: "Checkpoint") -> dict[str, dict[str, Any]]:
-    """Every tensor by section and name, with placements as in DTensor: S0 is sharded on dim 0, R is replicated."""
-    return {
-        section: {
-            name: {
-                "dtype": entry.dtype,
-                "shape": list(entry.shape),
-                "placements": ["R" if dim is None else f"S{dim}" for dim in entry.placements],
-            }
-            for name, entry in entries.items()
-        }
-        for section, entries in found.index.sections.items()
-    }
 
 
 @app.command()
@@ -322,8 +284,8 @@ def prune(
 
     Pinned checkpoints are kept. Older ones are deleted unread. An error if a run saves into the folder.
     """
+    from shardkit.checkpoint.commands import prune as pruning
     from shardkit.checkpoint.loading import locate
-    from shardkit.cli import pruning
 
     problems = Problems()
     newest = problems.of(number_of_flag, "--keep-last", keep_last)

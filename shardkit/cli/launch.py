@@ -198,7 +198,7 @@ def start(
         has_prefix=not switches.no_prefix,
         measure=switches.measure,
         variables=env.copy(),
-        origins=loaded.chosen,
+        chosen=loaded.chosen,
         more_variables=_compat_variables(switches),
         has_number=declining.has_number(loaded),
         kind=machine.kind,

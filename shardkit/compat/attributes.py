@@ -87,7 +87,8 @@ class PlainAttributes:
     @property
     def log_with(self) -> list[Any]:
         """The selected trackers, which `init_trackers` starts."""
-        return [LoggerType(one) if one in LoggerType.list() else one for one in self._run.trackers.selected]
+        selected = trackers.expanded(self._run.trackers.selected)
+        return [LoggerType(one) if one in LoggerType.list() else one for one in selected]
 
     @log_with.setter
     def log_with(self, log_with: Any) -> None:

@@ -37,7 +37,7 @@ from shardkit.compat.touched import TOUCHED, note_member
 from shardkit.compat.window import GradientState
 from shardkit.config.schema import StateDictType
 from shardkit.distributed import collectives
-from shardkit.distributed.collectives import leaves
+from shardkit.distributed.nested import leaves
 from shardkit.distributed.tensors import every_parameter, is_fsdp
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
@@ -131,7 +131,7 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
         self.gradient_state = GradientState(gradient_accumulation_plugin, _run=self._run)
         # Accelerate shows hooks no sharded model, so scripts remove what is there and rely on the checkpoint's copy.
         self._run.hooks.keep_models = self.is_fsdp2
-        if self.is_fsdp2 and "fsdp.state_dict_type" not in self._run.origins:
+        if self.is_fsdp2 and "fsdp.state_dict_type" not in self._run.chosen:
             # Accelerate's default: the Trainer writes a model for from_pretrained only with FULL_STATE_DICT.
             self.state.fsdp_plugin.set_state_dict_type(StateDictType.FULL_STATE_DICT)
         elif self.is_fsdp2 and "transformers.trainer" in sys.modules and self.is_main_process:

@@ -184,10 +184,7 @@ class GivenObjects:
 
     def _read_ddp_handler(self) -> None:
         """Take over the settings of `ddp_handler`, which may have changed since the last `prepare`."""
-        config, others = self._run.config, dict(self._run.origins)
-        for name in [name for name, origin in others.items() if origin == _DDP]:
-            config = with_value(config, name, attrgetter(name)(Config()))
-            del others[name]
+        config, others = self._run.config, dict(self._run.chosen)
         values = {} if self.ddp_handler is None else self.ddp_handler.shardkit_settings()
         if config.mode == "fsdp" and values.get(_FIND_UNUSED) and not _can_reduce_unused():
             del values[_FIND_UNUSED]  # the Trainer always sets it, and Accelerate's FSDP ignores it
@@ -196,5 +193,11 @@ class GivenObjects:
                 "(got %s); use the same parameters on all ranks.",
                 torch.__version__,
             )
+        before = [name for name, origin in others.items() if origin == _DDP]
+        if values == {name: attrgetter(name)(config) for name in before}:
+            return  # its notes are logged
+        for name in before:
+            config = with_value(config, name, attrgetter(name)(Config()))
+            del others[name]
         found = Settings(config, others).with_given([Given(_DDP, values)] if values else [])
-        self._run.config, self._run.origins = found.config, found.chosen
+        self._run.config, self._run.chosen = found.config, found.chosen

@@ -1,6 +1,5 @@
 """The API of `accelerate.utils.memory`."""
 
-import gc
 from typing import Any
 
 from shardkit.distributed import accelerators
@@ -8,14 +7,12 @@ from shardkit.distributed import accelerators
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
     """Release cached device memory."""
-    if garbage_collection:
-        gc.collect()
-    accelerators.empty_cache()
+    accelerators.collect_garbage() if garbage_collection else accelerators.empty_cache()
 
 
 def release_memory(*objects: Any) -> list[None]:
     """One None for each object: `a, b = release_memory(a, b)`."""
     count = len(objects)
     del objects
-    clear_device_cache(garbage_collection=True)
+    accelerators.collect_garbage()
     return [None] * count

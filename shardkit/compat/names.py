@@ -6,6 +6,8 @@ Keys are modules below `accelerate`; "" is the package itself. A name in none of
 from functools import cache
 
 from shardkit.compat.machine import NAMES as ASKED
+from shardkit.tracking.trackers import KNOWN
+from shardkit.wording import alternatives
 
 # module of accelerate -> {our module: names}
 STANDS_IN: dict[str, dict[str, str]] = {
@@ -181,7 +183,7 @@ _AXES = (
 _LAUNCHED = "start ranks with shardkit launch"
 _TPU = "shardkit does not install packages; pip install 'shardkit[tpu]' in a separate environment"
 _WRITTEN = "write a configuration file with shardkit config"
-_TRACKERS = "use jsonl, csv, tensorboard, wandb, mlflow or trackio, or a tracker class in the script"
+_TRACKERS = f"use {alternatives([*KNOWN])}, or a tracker class in the script"
 _COMPILE = "set shardkit.compile: true, which compiles each unit"
 _MERGED = "use shardkit checkpoint merge"
 

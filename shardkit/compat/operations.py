@@ -12,7 +12,7 @@ from torch import nn
 from shardkit import env
 from shardkit.compat.differences import takes_back
 from shardkit.data.device import to_device
-from shardkit.distributed import collectives
+from shardkit.distributed import collectives, nested
 from shardkit.distributed.collectives import wait_for_everyone  # noqa: F401  (used unchanged)
 from shardkit.distributed.tensors import every_parameter, is_dtensor, unwrapped
 from shardkit.errors import UsageError
@@ -136,7 +136,7 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 def find_batch_size(data: Any) -> int | None:
     """Length of the first tensor; None if the structure is empty."""
-    found = collectives.leaves(data)
+    found = nested.leaves(data)
     if not found:
         return None
     if not isinstance(found[0], torch.Tensor):
@@ -146,13 +146,13 @@ def find_batch_size(data: Any) -> int | None:
 
 def ignorant_find_batch_size(data: Any) -> int | None:
     """As `find_batch_size`, ignoring other values; None without any tensor."""
-    tensors = [leaf for leaf in collectives.leaves(data) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    tensors = [leaf for leaf in nested.leaves(data) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     return tensors[0].shape[0] if tensors else None
 
 
 def find_device(data: Any) -> torch.device | None:
     """The device of the first tensor; None without any."""
-    return next((leaf.device for leaf in collectives.leaves(data) if isinstance(leaf, torch.Tensor)), None)
+    return next((leaf.device for leaf in nested.leaves(data) if isinstance(leaf, torch.Tensor)), None)
 
 
 def listify(data: Any) -> Any:

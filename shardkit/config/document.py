@@ -6,6 +6,7 @@ No objects are constructed from tags: a file contains only data.
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import yaml
@@ -124,8 +125,8 @@ def typed(node: yaml.Node, where: str = "") -> Any:
 
 
 def shortened(text: Any, limit: int = 40) -> str:
-    """A value for a message: one line, at most `limit` characters."""
-    line = " ".join(str(text).split())
+    """A value for a message, an enum's as in a file: one line, at most `limit` characters."""
+    line = " ".join(str(text.value if isinstance(text, Enum) else text).split())
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 

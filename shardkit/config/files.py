@@ -14,7 +14,7 @@ import shlex
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,12 @@ def dump(config: Config, comments: bool = True, path: Path | None = None) -> str
     """The configuration as commented YAML: important keys first, each below its description. The commands in the header
     name the file if they would not find `path` themselves."""
     return yaml_text.render(config, comments, None if path is None or path.name in NAMES else str(path))
+
+
+def dump_chosen(config: Config, chosen: Collection[str]) -> str:
+    """The configuration as YAML, for a run that somebody else starts: with the chosen settings and those that differ
+    from their default. Any other would count as chosen there, and contradict what the script sets."""
+    return yaml_text.render(config, comments=False, chosen=chosen)
 
 
 def write(config: Config, path: Path | str, comments: bool = True) -> None:

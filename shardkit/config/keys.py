@@ -10,6 +10,7 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from shardkit.config.schema import Config, Section
+from shardkit.wording import alternatives
 
 Path = tuple[str, ...]
 KNOWN = "known here: "
@@ -165,7 +166,7 @@ def nearest(value: Any, choices: Iterable[str]) -> str:
     near = get_close_matches(str(value).upper(), [choice.upper() for choice in choices], 1, 0.6)
     if near:
         return f"did you mean {next(choice for choice in choices if choice.upper() == near[0])}?"
-    return f"write {', '.join(choices[:-1])} or {choices[-1]}." if len(choices) > 1 else f"write {choices[0]}."
+    return f"write {alternatives(choices)}."
 
 
 def _spelling_near(near: str, name: str, section: Path) -> str:

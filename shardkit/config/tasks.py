@@ -1,4 +1,4 @@
-"""Rank and world size of a process started by srun or mpirun, from their environment variables.
+"""Rank and world size of a process that srun, mpirun or another of `starters` has started, from its variables.
 
     found = world_of(variables)      torch elastic's variables for this process; None for a single process
 

@@ -1,7 +1,7 @@
-"""A Config as readable YAML: important keys first, each below its description, without settings at their default."""
+"""A Config as readable YAML: important keys first, each below its description, without most of the defaults."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from enum import Enum
 from typing import Any
 
@@ -37,12 +37,12 @@ _WITH_FSDP = {("fsdp", name) for name in _FSDP_ALWAYS}
 _WITH_MACHINES = {("main_process_ip",), ("main_process_port",), ("rdzv_backend",), ("same_network",)}
 
 
-def render(config: Config, comments: bool, name: str | None = None) -> str:
+def render(config: Config, comments: bool, name: str | None = None, chosen: Collection[str] | None = None) -> str:
     """The text of the file. Reading it gives the same configuration. `name`: the file name for commands; None: none
-    needed."""
+    needed. `chosen`: the settings to write beside those that differ from their default; None: the important ones."""
     lines = [_header(name)] if comments else []
     block: Path = ()
-    for path in _ordered_paths(config):
+    for path in _ordered_paths(config, chosen):
         lines += _block_heads(block, path[:-1], comments)
         block = path[:-1]
         lines += key_lines(path, value_at(config, path), comments)
@@ -113,9 +113,9 @@ def quoted(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def _ordered_paths(config: Config) -> list[Path]:
+def _ordered_paths(config: Config, chosen: Collection[str] | None) -> list[Path]:
     """The settings to write, in the order of the file."""
-    written = [path for path in all_keys() if _is_written(config, path)]
+    written = [path for path in all_keys() if _is_written(config, path, chosen)]
     first: dict[Path, int] = {(name,): position for position, name in enumerate(_FIRST)}
 
     def position(path: Path) -> tuple[int, int]:
@@ -124,10 +124,14 @@ def _ordered_paths(config: Config) -> list[Path]:
     return sorted(written, key=position)
 
 
-def _is_written(config: Config, path: Path) -> bool:
+def _is_written(config: Config, path: Path, chosen: Collection[str] | None) -> bool:
     if path == ("num_processes",) and counts_devices(config):
         return False
-    if path in _ALWAYS or value_at(config, path) != all_keys()[path].default:
+    if value_at(config, path) != all_keys()[path].default:
+        return True
+    if chosen is not None:
+        return all_keys()[path].name in chosen
+    if path in _ALWAYS:
         return True
     if config.distributed_type is DistributedType.FSDP and path in _WITH_FSDP:
         return True

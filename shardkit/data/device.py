@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardkit.distributed import xla
-from shardkit.distributed.collectives import sequence_like
+from shardkit.distributed.nested import sequence_like
 from shardkit.signatures import signature
 
 

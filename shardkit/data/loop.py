@@ -12,7 +12,7 @@ import torch
 from shardkit.data.position import Position
 from shardkit.data.sources import Piece
 from shardkit.distributed import progress
-from shardkit.distributed.collectives import leaves
+from shardkit.distributed.nested import leaves
 from shardkit.errors import UsageError
 
 _yields = count(1)

@@ -9,14 +9,15 @@ import torch
 
 from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.data.loop import Loop, alive
-from shardkit.distributed.collectives import Real, leaves, world_size
+from shardkit.distributed.collectives import Real, world_size
+from shardkit.distributed.nested import leaves
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 
 log = get_logger(__name__)
 
 
-def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool = False) -> Real | None:
+def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool) -> Real | None:
     """What is real in the global batch that `given` belongs to, if that batch is padded; else None.
 
     `given`: this rank's tensors of the current batch, or a list with one object per sample. UsageError where several

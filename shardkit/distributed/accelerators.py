@@ -4,6 +4,7 @@ Everything goes through `torch.accelerator` and the device's own module, which h
 CUDA-only features are used only in the files that tests/test_accelerators.py lists.
 """
 
+import gc
 from typing import Any
 
 import torch
@@ -149,6 +150,12 @@ def empty_cache() -> None:
         _module(found).empty_cache()
     else:  # the module of a device that an extension registers may lack it
         torch.accelerator.empty_cache()
+
+
+def collect_garbage() -> None:
+    """Frees what nothing refers to any more, in this process and on the device."""
+    gc.collect()
+    empty_cache()
 
 
 def can_pin() -> bool:

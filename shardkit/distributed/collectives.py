@@ -5,15 +5,15 @@ them. Tensors may have any dtype: data that is only moved is sent as bytes.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
-from copy import copy
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardkit.distributed import accelerators, control, xla
-from shardkit.distributed.tensors import flat_bytes, is_dtensor
+from shardkit.distributed.nested import leaves, map_tensors, no_tensor
+from shardkit.distributed.tensors import flat_bytes
 from shardkit.errors import UsageError
 
 
@@ -168,61 +168,6 @@ def wait_for_everyone() -> None:
         dist.barrier()
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
-    """`data` with `function` applied to each tensor in it. UsageError for other leaves."""
-    if isinstance(data, torch.Tensor):
-        return function(data.full_tensor() if is_dtensor(data) else data)
-    if isinstance(data, Mapping):
-        items = {key: map_tensors(function, value) for key, value in data.items()}
-        return items if type(data) is dict else _rebuilt(data, items)
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(map_tensors(function, value) for value in data))
-    if isinstance(data, (list, tuple)):
-        return sequence_like(data, [map_tensors(function, value) for value in data])
-    raise _no_tensor(data)
-
-
-def sequence_like(sequence: list | tuple, items: list) -> Any:
-    """The items in a sequence of the same class: a copied list, which keeps its attributes, or a tuple made of them;
-    the sequence itself where its class is made in another way and nothing has moved."""
-    if type(sequence) in (list, tuple):
-        return type(sequence)(items)
-    if isinstance(sequence, list):
-        same = copy(sequence)
-        same[:] = items
-        return same
-    if all(item is before for item, before in zip(items, sequence, strict=True)):
-        return sequence
-    try:
-        return type(sequence)(items)
-    except TypeError:
-        return tuple(items)
-
-
-def _no_tensor(data: Any) -> UsageError:
-    return UsageError(
-        f"a collective takes tensors in dicts, lists and tuples (got {type(data).__name__}); "
-        "make it a tensor, or use gather_object for other objects."
-    )
-
-
-def leaves(data: Any) -> list[Any]:
-    """The leaves of the structure (neither dict, list nor tuple), in order."""
-    if isinstance(data, Mapping):
-        return [leaf for value in data.values() for leaf in leaves(value)]
-    if isinstance(data, (list, tuple)):
-        return [leaf for value in data for leaf in leaves(value)]
-    return [data]
-
-
-def _rebuilt(like: Mapping, items: dict) -> Any:
-    """A mapping of the same class where it can be made from a dict (OrderedDict, a model's output), else a dict."""
-    try:
-        return type(like)(items)  # type: ignore[call-arg]
-    except TypeError:
-        return items
-
-
 def _moved_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes: backends can move dtypes that they cannot reduce."""
     if tensor.layout is not torch.strided:
@@ -371,10 +316,13 @@ def refuse_different(data: Any, what: str, beside: Beside | None = None) -> None
     everyone.agree(problem, error=UsageError)
     descriptions = everyone.exchange(description)
     if len(set(descriptions)) > 1:
+        for_samples = ""
+        if what in ("gather", "gather_for_metrics"):
+            for_samples = "; a list of samples that differ: gather_for_metrics(samples, use_gather_object=True)"
         raise UsageError(
             f"{what}: ranks have different tensors ("
             + "; ".join(f"rank {number}: {text}" for number, text in enumerate(descriptions))
-            + "); make them equal, for instance with accelerator.pad_across_processes(...)."
+            + f"); make them equal, for instance with accelerator.pad_across_processes(...){for_samples}."
         )
 
 
@@ -389,4 +337,4 @@ def _description(data: Any) -> str:
         return "{" + ", ".join(f"{key}: {_description(value)}" for key, value in data.items()) + "}"
     if isinstance(data, (list, tuple)):
         return "(" + ", ".join(_description(value) for value in data) + ")"
-    raise _no_tensor(data)
+    raise no_tensor(data)

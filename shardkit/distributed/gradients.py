@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from shardkit.distributed import collectives
-from shardkit.distributed.collectives import Beside, map_tensors, refuse_different
+from shardkit.distributed.collectives import Beside, refuse_different
+from shardkit.distributed.nested import map_tensors
 
 
 def gather_with_gradients(data: Any, beside: Beside | None = None) -> Any:

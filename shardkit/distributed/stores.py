@@ -1,17 +1,22 @@
 """The store of all ranks at MASTER_ADDR:MASTER_PORT. Rank 0 hosts it where no launcher does."""
 
+import time
 from datetime import timedelta
+from uuid import uuid4
 
 from torch.distributed import PrefixStore, Store, rendezvous
 
 from shardkit import env
 from shardkit.digits import number_in
-from shardkit.errors import ConfigError
-from shardkit.launch import addresses, stores
+from shardkit.errors import ConfigError, MachineError
+from shardkit.launch import addresses, names, stores
 from shardkit.log import get_logger
+from shardkit.wording import ranks_text
 
 log = get_logger(__name__)
 
+# How often rank 0 looks who has come.
+POLL_S = 0.02
 
 _opened: dict[tuple[str | None, str | None], tuple[Store, int]] = {}
 """By address: this process's store there, and the number of process groups that were started on it."""
@@ -28,12 +33,56 @@ def of_next_group(rank: int, meet_timeout_s: float, timeout: timedelta) -> Store
     if address in _opened:
         store, number = _opened[address]
     elif env.get("TORCHELASTIC_RUN_ID"):
-        store, number = next(rendezvous("env://", timeout=timeout))[0], 0
+        store, number = _of_launched_ranks(rank, timeout), 0
     else:
         store, number = _of_all_ranks(rank, meet_timeout_s, timeout), 0
     _opened[address] = store, number + 1
     store.set_timeout(timeout)
     return PrefixStore(f"group-{number}", store)
+
+
+def _of_launched_ranks(rank: int, timeout: timedelta) -> Store:
+    """The store that the launcher hosts. Collective. That of torchrun still has the keys of earlier ranks where it has
+    started these anew, and each machine counts such starts by itself."""
+    store = next(rendezvous("env://", timeout=timeout))[0]
+    if env.get(names.LAUNCHER_PID) is not None:
+        return store  # a new one for each start
+    size = number_in(env.get("WORLD_SIZE") or "") or 1
+    return PrefixStore(name_of_start(PrefixStore("starts", store), rank, size, timeout.total_seconds()), store)
+
+
+def name_of_start(store: Store, rank: int, size: int, timeout_s: float) -> str:
+    """A name that all ranks of this start have, and those of no other. Collective. Raises MachineError where one does
+    not come in time.
+
+    Each rank writes a random name. Rank 0 answers to each name with its own, until all ranks have read that: a name
+    that it reads may be of a process that has ended.
+    """
+    mine, until = uuid4().hex, time.monotonic() + timeout_s
+    store.set(f"name/{rank}", mine)
+    if rank:
+        while not store.check([f"answer/{mine}"]):
+            _sleep(until, [0], timeout_s)
+        name = store.get(f"answer/{mine}").decode()
+        store.set(f"here/{name}/{rank}", "")
+        return name
+    missing, answered = list(range(1, size)), set()
+    while missing := [other for other in missing if not store.check([f"here/{mine}/{other}"])]:
+        for other in missing:
+            theirs = store.get(f"name/{other}").decode() if store.check([f"name/{other}"]) else None
+            if theirs is not None and theirs not in answered:
+                answered.add(theirs)
+                store.set(f"answer/{theirs}", mine)
+        _sleep(until, missing, timeout_s)
+    return mine
+
+
+def _sleep(until: float, missing: list[int], timeout_s: float) -> None:
+    if time.monotonic() > until:
+        raise MachineError(
+            f"launch: {ranks_text(missing)} did not come within {timeout_s:.0f} s; see what the launcher says there."
+        )
+    time.sleep(POLL_S)
 
 
 def _of_all_ranks(rank: int, meet_timeout_s: float, timeout: timedelta) -> Store:

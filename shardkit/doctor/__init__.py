@@ -1,1 +1,5 @@
-"""What `shardkit doctor` tries: this machine, its network, and what its ranks reach together."""
+"""What `shardkit doctor` tries: this machine, its network, and what its ranks reach together.
+
+tried           machine; ranks, with ranks_files
+found           findings
+"""

@@ -190,7 +190,7 @@ def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path) -> dict[str, st
         folders.write(log_dir / name, text)
     path = folder / name
     folders.write(path, text)
-    folders.write(path.with_suffix(".origins.json"), json.dumps(spec.origins))  # for the table at the start
+    folders.write(path.with_suffix(".chosen.json"), json.dumps(spec.chosen))  # for the table at the start
     return {
         **spec.environment,
         names.SETTINGS: ",".join(sorted(spec.environment.keys() - OF_DEVICES)),

@@ -91,7 +91,7 @@ _BY_MESSAGE = (
         "another model",
     ),
     (
-        r"TraceTypeManual|Expected a single top-level function: .*fsdp|^'_Entry' object has no attribute '__|"
+        r"TraceTypeManual|Expected a single top-level function: .*fsdp|'_Entry' object has no attribute '__|"
         r"unsupported input list type: Tensor\[\]",
         "torch.export, torch.jit and torch.onnx cannot take a sharded model: copy.deepcopy(model), on all ranks, is a "
         "whole one; export that",
@@ -265,7 +265,9 @@ def _next_step(outcome: RankOutcome) -> str:
             "see what uses the memory, and what each change would save, with the function that builds the model: "
             "shardkit plan --model MODULE:FUNCTION"
         )
-    found = (advice for pattern, advice in _BY_MESSAGE if re.search(pattern, error.message))
+    # torch.onnx's own message does not begin with the cause, which is in the traceback.
+    text = error.traceback if error.kind == "TorchExportError" else error.message
+    found = (advice for pattern, advice in _BY_MESSAGE if re.search(pattern, text))
     return next(found, "")
 
 

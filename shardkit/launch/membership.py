@@ -3,7 +3,6 @@
 A generation is the world between two changes of machines: its members, numbered without gaps, from machine 0 on.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -15,7 +14,7 @@ from shardkit.errors import ConfigError
 from shardkit.launch import names
 from shardkit.launch.environment import accelerate_variables
 from shardkit.launch.spec import LaunchSpec
-from shardkit.wording import counted
+from shardkit.wording import alternatives, counted
 
 
 @dataclass(frozen=True)
@@ -111,10 +110,10 @@ def spec_for(spec: LaunchSpec, generation: Generation, place: int) -> LaunchSpec
         **({} if is_always_full else {names.FULL_WORLD_SIZE: str(spec.world_size)}),
         **accelerate_variables(for_accelerate, spec.device),
     }
-    origins = dict(spec.origins)
+    chosen = dict(spec.chosen)
     if machines < spec.num_machines:
         where = f"shardkit launch ({machines} of {spec.num_machines} machines)"
-        origins |= {"num_machines": where, "num_processes": where}
+        chosen |= {"num_machines": where, "num_processes": where}
     return replace(
         spec,
         world_size=world,
@@ -122,7 +121,7 @@ def spec_for(spec: LaunchSpec, generation: Generation, place: int) -> LaunchSpec
         machine_rank=place,
         environment=variables,
         config=config,
-        origins=origins,
+        chosen=chosen,
     )
 
 
@@ -145,11 +144,7 @@ def announcement(spec: LaunchSpec, generation: Generation, sizes: dict[int, str 
 
 
 def _sizes(sizes: dict[int, str | None]) -> str:
-    return _or([str(size) for size, problem in sizes.items() if problem is None])
-
-
-def _or(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    return alternatives([str(size) for size, problem in sizes.items() if problem is None])
 
 
 def summary(config: Config) -> str:

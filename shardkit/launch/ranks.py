@@ -21,9 +21,11 @@ POLL_S = 0.02
 BEGIN_S = 60.0
 """How long ranks may take to reach their Accelerator before they are told to make way for a new world all the same."""
 TERM_S = 30.0
-"""How long ranks have between SIGTERM and SIGKILL, after another one has failed."""
-LOST_TERM_S = 5.0
-"""As TERM_S, after a machine is lost: ranks that wait for its ranks in a barrier do not end by SIGTERM."""
+"""How long ranks have between SIGTERM and SIGKILL; after a failure of a rank of this machine the monitor ends them
+earlier."""
+PEERLESS_TERM_S = 5.0
+"""As TERM_S, after ranks of another machine have ended, or hang: ranks that wait for them in a barrier do not end by
+SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart:
             wait_for(processes, SURVIVOR_GRACE_S)
         stopped = {spec.first_rank + local for local, process in enumerate(processes) if process.poll() is None}
     finally:
-        end(processes, LOST_TERM_S if alarm is Alarm.LOST else TERM_S)
+        end(processes, TERM_S if alarm is None else PEERLESS_TERM_S)
     return EndedRanks(
         {spec.first_rank + local: process.poll() or 0 for local, process in enumerate(processes)}, frozenset(stopped)
     )

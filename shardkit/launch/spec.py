@@ -60,7 +60,7 @@ class LaunchSpec:
     environment: dict[str, str]
     config: Config
     has_prefix: bool = True
-    origins: dict[str, str] = field(default_factory=dict)
+    chosen: dict[str, str] = field(default_factory=dict)
     has_number: bool = True
     """Whether somebody gave this machine its number; else an elastic run gives it one that is free."""
 
@@ -97,12 +97,12 @@ def launch_spec(
     has_prefix: bool = True,
     measure: bool = False,
     variables: dict[str, str] | None = None,
-    origins: dict[str, str] | None = None,
+    chosen: dict[str, str] | None = None,
     more_variables: Mapping[str, str] | None = None,
     has_number: bool = True,
     kind: str = "cuda",
 ) -> LaunchSpec:
-    """The launch of a valid configuration. `variables`: those that the ranks would inherit; `origins`: the sources of
+    """The launch of a valid configuration. `variables`: those that the ranks would inherit; `chosen`: the sources of
     the settings that the user chose; `more_variables`: those that the command sets for the ranks; `has_number`: whether
     this machine's number was given; `kind`: that of this machine's accelerators."""
     device = device_of(config)
@@ -129,7 +129,7 @@ def launch_spec(
         },
         config=config,
         has_prefix=has_prefix and world_size > 1,
-        origins=origins or {},
+        chosen=chosen or {},
         has_number=has_number,
     )
 
@@ -259,7 +259,7 @@ def as_json(spec: LaunchSpec) -> dict[str, Any]:
     }
 
 
-def as_text(spec: LaunchSpec, notes: Sequence[str] = ()) -> str:
+def as_text(spec: LaunchSpec, notes: Sequence[str]) -> str:
     """The launch as text: the headline, the command of a rank, its variables, and notes."""
     variables = [f"  {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
     command = shlex.join(spec.command).replace(sys.executable, Path(sys.executable).name, 1)

@@ -1,93 +1,30 @@
-"""Steps of optimizers with sharded parameters, with torch's own kernels on plain tensors.
+"""Steps of elementwise optimizers on local tensors, without communication, at the cost of the kernels alone.
 
-    stepper_of(optimizer, operations).step()
-
-Elementwise optimizers (Adam, SGD, ...) work on this rank's local tensors, without communication, at the cost of the
-kernels alone. (On DTensors, sharding propagation of foreach operators takes time quadratic in the number of tensors.)
-Adafactor and Muon need whole rows and matrices: parameters, gradients and state are gathered, a chunk at a time, and
-every rank computes the same. Any other optimizer runs unchanged, on DTensors (`plain_step.py`).
-
-Outside of the step the param groups hold the model's parameters, and the state is sharded as they are.
+On DTensors, sharding propagation of foreach operators takes time quadratic in the number of tensors.
 """
 
 from __future__ import annotations
 
 import copyreg
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from shardkit.distributed.tensors import is_dtensor, local_part, memory_of, own_part, sharded_like, whole
-from shardkit.errors import UsageError
-from shardkit.optim.kernels import ELEMENTWISE, choose_kernels, kind_of, laid_out_as, lay_out_gradient, parameters_of
-from shardkit.optim.parts import like_parameter, make_gradient_plain, part_of_whole, sharded_part
-from shardkit.optim.plain_step import Operations, PlainStep, ShardedStep
+from shardkit.distributed.tensors import is_dtensor, local_part, memory_of, sharded_like
+from shardkit.optim.kernels import kind_of, laid_out_as, lay_out_gradient
+from shardkit.optim.parts import has_shape_of, is_row, like_parameter, make_gradient_plain, part_of_whole
+from shardkit.optim.step_hooks import step_between_hooks
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# Each update needs one whole tensor, and no other.
-WHOLE_TENSORS = ("torch.optim.Adafactor", "torch.optim.Muon", "transformers.optimization.Adafactor")
-# They exchange parameters between ranks: of different shards they would make a mix.
-OF_REPLICAS = (
-    "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer",
-    "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer",
-)
-# Gathered parameters and gradients held at a time; the state of the same parameters comes on top.
-WHOLE_BYTES = 256 << 20
-
 _Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """This rank's part of a tensor of the state, and its sharded form."""
-
-
-class Stepper(Protocol):
-    """How one optimizer steps."""
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; returns the closure's result. Collective where whole tensors are needed."""
-
-
-def stepper_of(optimizer: torch.optim.Optimizer, operations: Callable[[], Operations] | None = None) -> Stepper:
-    """The stepper for this optimizer and its current parameters; `operations`: what fills the gaps of DTensor where it
-    steps on these. UsageError where it cannot step on its parameters."""
-    is_sharded = any(is_dtensor(p) for p in parameters_of(optimizer))
-    refuse_unfit(optimizer)
-    choose_kernels(optimizer)
-    if is_sharded and kind_of(optimizer) in ELEMENTWISE:
-        return LocalStep(optimizer)
-    if is_sharded and needs_whole_tensors(optimizer):
-        return WholeStep(optimizer)
-    if is_sharded and operations is not None:
-        return ShardedStep(optimizer, operations)
-    return PlainStep(optimizer)
-
-
-def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step needs whole parameters, of which its state may have rows and columns."""
-    kind = kind_of(optimizer)
-    return f"{kind.__module__}.{kind.__qualname__}" in WHOLE_TENSORS
-
-
-def refuse_unfit(optimizer: torch.optim.Optimizer) -> None:
-    """UsageError where the optimizer cannot step on sharded parameters in any way."""
-    has_parts = any(is_dtensor(p) and p.device_mesh.size() > 1 for p in parameters_of(optimizer))
-    if has_parts and isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError(
-            "prepare: LBFGS treats all parameters as one vector, which no rank holds (got sharded parameters); use "
-            "strategy NO_SHARD, or another optimizer."
-        )
-    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in kind_of(optimizer).__mro__}
-    if has_parts and kinds & set(OF_REPLICAS):
-        raise UsageError(
-            f"prepare: {kind_of(optimizer).__name__} exchanges parameters between ranks as if each held all of them "
-            "whole (got sharded parameters); give its inner optimizer, whose state is sharded as the parameters are, "
-            "or use strategy NO_SHARD."
-        )
 
 
 class LocalStep:
@@ -111,7 +48,7 @@ class LocalStep:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         optimizer = self._reference()
         assert optimizer is not None
-        return _step_between_hooks(optimizer, partial(self._on_parts, optimizer), closure)
+        return step_between_hooks(optimizer, partial(self._on_parts, optimizer), closure)
 
     @contextmanager
     def _on_parts(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -180,7 +117,7 @@ class LocalStep:
         known, self._pairs = self._pairs, {}
         for key, row in self._shown.items():
             tensor = tensors.get(id(key))
-            if _is_row(row):
+            if is_row(row):
                 row = {name: self._part_of_state(value, name, key, tensor, known) for name, value in row.items()}
             self._local[key if tensor is None else tensor] = row
         self._is_ahead = self._is_seen = False
@@ -210,7 +147,7 @@ class LocalStep:
         return self._remember(before if is_same else local, value)[0]
 
     def _sharded_form(self, value: Any, part: _Part) -> Any:
-        if not _has_shape_of(value, part.tensor):
+        if not has_shape_of(value, part.tensor):
             return value
         pair = self._pairs.get(id(value)) or self._remember(value, sharded_like(value, part.parameter))
         return pair[1]
@@ -218,16 +155,6 @@ class LocalStep:
     def _remember(self, local: torch.Tensor, sharded: torch.Tensor) -> _Pair:
         pair = self._pairs[id(local)] = self._pairs[id(sharded)] = (local, sharded)
         return pair
-
-
-def _is_row(row: Any) -> bool:
-    """Whether this is a parameter's state, and not another value that the optimizer keeps in its state."""
-    return isinstance(row, dict)
-
-
-def _has_shape_of(value: Any, tensor: torch.Tensor) -> bool:
-    """Whether it is a tensor of this shape, and no number."""
-    return isinstance(value, torch.Tensor) and bool(value.dim()) and value.shape == tensor.shape
 
 
 class _Part:
@@ -263,138 +190,3 @@ def _with_shown_state(kind: Any) -> Any:
 
     names = {"state": _ShownState(), "__reduce_ex__": reduce_ex, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), {**names, "_shardkit_original": kind})
-
-
-class WholeStep:
-    """The optimizer's own step on whole parameters and gradients, a chunk at a time, the same on every rank."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        result = _run(closure)
-        chunks = list(_chunks([group["params"] for group in self._optimizer.param_groups]))
-        for number, chunk in enumerate(chunks, 1):
-            _step_between_hooks(
-                self._optimizer, partial(self._on_whole, chunk), is_first=number == 1, is_last=number == len(chunks)
-            )
-        return result
-
-    @contextmanager
-    def _on_whole(self, chunk: set[int]) -> Iterator[None]:
-        """Inside, the optimizer has the chunk's parameters as full tensors, whose values are then written back."""
-        groups, state = self._optimizer.param_groups, self._optimizer.state
-        found = [group["params"] for group in groups]
-        parameters = [[p for p in of_group if id(p) in chunk] for of_group in found]
-        whole = {p: _whole(p) for of_group in parameters for p in of_group}
-        own: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        own.update({whole[p]: _whole_row(state[p], whole[p].device) for p in whole if p in state})
-        try:
-            for group, of_group in zip(groups, parameters, strict=True):
-                group["params"] = [whole[p] for p in of_group]
-            self._optimizer.state = own
-            yield
-        finally:
-            self._optimizer.state = state
-            for group, of_group in zip(groups, found, strict=True):
-                group["params"] = of_group
-        with torch.no_grad():
-            for parameter, value in whole.items():
-                if is_dtensor(parameter):
-                    local_part(parameter).copy_(own_part(value, parameter))
-                if value in own:
-                    state[parameter] = _kept_row(own[value], state.get(parameter), parameter)
-
-
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    """The full parameter with its full gradient; a plain one is returned unchanged. Collective where it is sharded."""
-    if not is_dtensor(parameter):
-        make_gradient_plain(parameter)
-        return parameter
-    with torch.no_grad():
-        value = whole(parameter)
-        value.grad = whole(parameter.grad) if is_dtensor(parameter.grad) else parameter.grad
-    return value
-
-
-def _whole_row(row: Any, device: torch.device) -> Any:
-    """A parameter's state with full tensors, on the device of the full parameter: that of an offloaded one is in host
-    memory. Collective where some are sharded."""
-    if not _is_row(row):
-        return row
-    full = {name: whole(value) if is_dtensor(value) else value for name, value in row.items()}
-    has_dims = {name for name, value in full.items() if isinstance(value, torch.Tensor) and value.dim()}
-    return {name: value.to(device) if name in has_dims else value for name, value in full.items()}
-
-
-def _kept_row(row: Any, before: Any, parameter: torch.Tensor) -> Any:
-    """A parameter's state as it is kept between steps: what has the parameter's shape is sharded as the parameter is,
-    in the tensors of `before`, if there are such. Rows and columns are kept whole."""
-    if not (_is_row(row) and is_dtensor(parameter)):
-        return row
-    earlier = before if _is_row(before) else {}
-    return {
-        name: _kept(value, earlier.get(name), parameter) if _has_shape_of(value, parameter) else value
-        for name, value in row.items()
-    }
-
-
-def _kept(value: torch.Tensor, before: Any, parameter: DTensor) -> Any:
-    if not (is_dtensor(before) and before.placements == parameter.placements):
-        return sharded_part(value, parameter)
-    local_part(before).copy_(own_part(value, parameter))
-    return before
-
-
-def _chunks(groups: Sequence[Sequence[torch.Tensor]]) -> Iterator[set[int]]:
-    """Chunks of ids of parameters that have a gradient, about WHOLE_BYTES each."""
-    chunk: set[int] = set()
-    size = 0
-    for parameter in (p for parameters in groups for p in parameters if p.grad is not None):
-        if chunk and size >= WHOLE_BYTES:
-            yield chunk
-            chunk, size = set(), 0
-        chunk.add(id(parameter))
-        size += 2 * parameter.numel() * parameter.element_size()
-    if chunk:
-        yield chunk
-
-
-def _step_between_hooks(
-    optimizer: torch.optim.Optimizer,
-    inside: Callable[[], AbstractContextManager[None]],
-    closure: Callable[[], Any] | None = None,
-    is_first: bool = True,
-    is_last: bool = True,
-) -> Any:
-    """The optimizer's own step in the context `inside`; returns the closure's result.
-
-    Hooks on the step run outside of the context, so that they see the model's parameters. Of several steps that make
-    one, the first runs the hooks before it, and the last those after it.
-    """
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    result = None
-    with ExitStack() as stack:
-
-        def enter(*_: Any) -> None:
-            nonlocal result
-            result = _run(closure)
-            stack.enter_context(inside())
-
-        def leave(*_: Any) -> None:
-            stack.close()
-
-        try:
-            optimizer._optimizer_step_pre_hooks = OrderedDict({**(before if is_first else {}), -1: enter})
-            optimizer._optimizer_step_post_hooks = OrderedDict({-1: leave, **(after if is_last else {})})
-            optimizer.step()
-        finally:
-            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
-    return result
-
-
-def _run(closure: Callable[[], Any] | None) -> Any:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()

@@ -49,3 +49,13 @@ def part_of_whole(value: Any, name: str, parameter: DTensor, tensor: torch.Tenso
             f"{tuple(value.shape)}); load the state of an optimizer with the same parameters in the same order."
         )
     return torch.empty_like(tensor, dtype=value.dtype).copy_(own_part(value, parameter))
+
+
+def is_row(row: Any) -> bool:
+    """Whether this is a parameter's state, and not another value that the optimizer keeps in its state."""
+    return isinstance(row, dict)
+
+
+def has_shape_of(value: Any, tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor of this shape, and no number."""
+    return isinstance(value, torch.Tensor) and bool(value.dim()) and value.shape == tensor.shape

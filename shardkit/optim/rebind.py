@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import ModelError
 from shardkit.optim.kernels import parameters_of
-from shardkit.optim.local_step import needs_whole_tensors
 from shardkit.optim.parts import sharded_part
+from shardkit.optim.stepping import needs_whole_tensors
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,7 @@ def row(request: PlanRequest, strategy: ShardingStrategy | None = None) -> Row:
         facts,
         config,
         found.traffic,
+        found.step_flops,
         request.device,
         request.batch_size,
         request.sequence_tokens,

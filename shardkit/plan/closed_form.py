@@ -90,13 +90,15 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory per rank of one configuration, and traffic between its ranks in one optimizer step."""
+    """Memory per rank of one configuration, and traffic between its ranks in one optimizer step. `step_flops`: products
+    of matrices that the optimizer's step computes on a rank."""
 
     config: Config
     axes: Axes
     units: int
     memory: RankMemory
     traffic: Traffic
+    step_flops: int
 
     @property
     def strategy(self) -> ShardingStrategy:
@@ -128,7 +130,7 @@ def estimate(
     timeline = tuple(walk(plan, config, kept or Activations()))
     host = Memory()
     if _is_offloaded(plan, config):
-        timeline, host = offload(timeline, never_offloaded(plan), plan.whole_step_bytes)
+        timeline, host = offload(timeline, never_offloaded(plan), plan.in_step.made)
     if keeps_on_host(config) and kept:
         host = replace(host, activations=sum(_saved_bytes(unit, config, kept) for unit in [*plan.units, plan.root]))
     top = max(timeline, key=lambda moment: moment.memory.total)
@@ -139,7 +141,8 @@ def estimate(
         gaps = (*gaps, "what the blocks save: none repeats in the model, or layers share one")
     memory = RankMemory(top.memory, top.text, timeline, host, not gaps, gaps)
     joined = ranks_joined or ranks_per_machine
-    return Estimate(config, plan.axes, len(plan.units) + 1, memory, traffic(plan, config, world_size, joined))
+    sent = traffic(plan, config, world_size, joined)
+    return Estimate(config, plan.axes, len(plan.units) + 1, memory, sent, plan.in_step.flops)
 
 
 def with_strategy(config: Config, strategy: ShardingStrategy) -> Config:
@@ -159,7 +162,7 @@ def known_activations(
     facts: TransformerFacts | None,
     batch_size: int | None,
     seq_len: int | None,
-    loss: Loss = Loss.HELD,
+    loss: Loss,
 ) -> Activations | None:
     """Activations of one micro-batch; None if batch size, sequence length or the model's shape is unknown."""
     seq_len = seq_len or (facts.seq_len if facts else None)
@@ -182,9 +185,9 @@ def _is_offloaded(plan: ShardedSizes, config: Config) -> bool:
 
 
 def never_offloaded(plan: ShardedSizes) -> Memory:
-    """What stays on the device when the shards are offloaded: replicated parameters (`shard_model.py` moves ignored
-    modules there), with their gradients and optimizer state, buffers (`_move_states_to_device` of fully_shard), and
-    Adafactor's rows and columns (`local_step.WholeStep` steps there)."""
+    """What stays on the device when the shards are offloaded: replicated parameters (of ignored modules, which
+    `sharding/fsdp/shard_model.py` moves there), with their gradients and optimizer state, buffers
+    (`_move_states_to_device` of fully_shard), and Adafactor's rows and columns (`optim/whole_step.py` steps there)."""
     whole = plan.replicated
     return Memory(
         whole.parameter_bytes + whole.average_bytes + plan.buffer_bytes + plan.averaged_buffer_bytes,
@@ -231,7 +234,7 @@ def _all_gradients(plan: ShardedSizes) -> int:
 def _in_step(plan: ShardedSizes, kept: Activations) -> Memory:
     """Memory in the optimizer's step, through which a script holds the model's output."""
     base = _persistent(plan)
-    made = plan.whole_step_bytes + sum(unit.step_bytes for unit in [*plan.units, plan.root, plan.replicated])
+    made = plan.in_step.made + sum(unit.step_bytes for unit in [*plan.units, plan.root, plan.replicated])
     state = base.optimizer_state + made
     return replace(base, gradients=_all_gradients(plan), optimizer_state=state, activations=kept.output_bytes)
 

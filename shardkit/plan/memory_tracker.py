@@ -33,11 +33,13 @@ _COMPARISONS: dict[Any, Callable[[Any, Any], bool]] = {
     torch.ops.aten.gt.Scalar: operator.gt,
     torch.ops.aten.ge.Scalar: operator.ge,
 }
-_PAYLOADS = {  # which argument torch counts: the output of an all-gather (None: the result), a reduce-scatter's input
+# Which argument torch counts: the output of an all-gather (None: the result), the input of a reduce-scatter.
+_PAYLOADS = {
     "c10d::_allgather_base_": ("all_gather", 0),
     "_c10d_functional::all_gather_into_tensor": ("all_gather", None),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
     "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::alltoall_base_": ("all_to_all", 1),
     "c10d::broadcast_": ("broadcast", 0),
 }
 

@@ -1,6 +1,6 @@
 """Bytes of state that an optimizer keeps for a parameter, and of what its step makes, by the optimizer's name."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import prod
@@ -25,42 +25,6 @@ def step_bytes(name: str, shape: Shape, itemsize: int) -> int:
     """Bytes that a step makes in addition for such a parameter, and for all of them at once: the kernels that training
     selects (`optim.kernels`) work on lists of tensors."""
     return _MADE_IN_STEP.get(check(name), 0) * prod(shape) * itemsize
-
-
-# Sharded parameters and gradients are gathered for these, until there are so many bytes of them
-# (`optim.local_step.WHOLE_TENSORS` and `WHOLE_BYTES`), with their state.
-WHOLE_TENSORS = ("adafactor", "muon")
-WHOLE_BYTES = 256 << 20
-
-
-def needs_whole(name: str) -> bool:
-    """Whether a step needs whole parameters, also where these are sharded."""
-    return check(name) in WHOLE_TENSORS
-
-
-def is_state_whole(name: str, shape: Shape) -> bool:
-    """Whether every rank keeps the state of a whole parameter of this shape: Adafactor's rows and columns. What has the
-    parameter's own shape is sharded as the parameter is."""
-    return check(name) == "adafactor" and len(shape) > 1
-
-
-def gathers(name: str, shape: Shape) -> int:
-    """How often such a parameter's bytes are gathered for a step: itself, its gradient, and state that is sharded."""
-    return 2 if is_state_whole(name, shape) else 3
-
-
-def whole_step_bytes(name: str, parameters: Iterable[tuple[Shape, int]], is_sharded: bool) -> int:
-    """Bytes that such an optimizer's step makes at most, for parameters of these shapes and item sizes, in order: what
-    is gathered for a chunk of them, and the temporary tensors of one."""
-    most, chunk, gathered, largest = 0, 0, 0, 0
-    for shape, itemsize in parameters:
-        if chunk >= WHOLE_BYTES:
-            chunk, gathered, largest = 0, 0, 0
-        size = prod(shape) * itemsize if is_sharded else 0
-        chunk, gathered = chunk + 2 * size, gathered + gathers(name, shape) * size
-        largest = max(largest, _TEMPORARY[check(name)](shape, itemsize))
-        most = max(most, gathered + largest)
-    return most
 
 
 def check(name: str) -> str:
@@ -156,18 +120,6 @@ _MADE_IN_STEP = {
     "adamwschedulefree": 1,
 }
 
-
-def _of_muon(shape: Shape, itemsize: int) -> int:
-    """The update, and in 16 bits two of it and two squares of its smaller side (torch/optim/_muon.py,
-    `_zeropower_via_newtonschulz`)."""
-    return prod(shape) * (itemsize + 4) + 4 * min(shape) ** 2
-
-
-# torch/optim/_adafactor.py, _single_tensor_adafactor, its default: the update.
-_TEMPORARY: dict[str, Callable[[Shape, int], int]] = {
-    "adafactor": lambda shape, itemsize: prod(shape) * itemsize if len(shape) > 1 else 0,
-    "muon": _of_muon,
-}
 
 # torchao.optim, whose optimizers take sharded parameters (https://github.com/pytorch/ao, torchao 0.18).
 _8_BIT, _4_BIT, _FP8 = Quantized(8, 256, 256), Quantized(4, 128, 16), Quantized(8, 256, 0)

@@ -84,11 +84,12 @@ def step_time(
     facts: TransformerFacts | None,
     config: Config,
     traffic: Traffic,
+    step_flops: int,
     device: Device,
     batch_size: int | None,
     seq_len: int | None,
 ) -> StepTime | None:
-    """One rank's step time, or None if FLOPs or the device's speed are unknown."""
+    """One rank's step time, or None if FLOPs or the device's speed are unknown. `step_flops`: of the optimizer."""
     compute = compute_dtype(tree, config)
     peak = device.flops.get(compute)
     if facts is None or not batch_size or not seq_len or not peak or why_unknown(tree, facts):
@@ -100,7 +101,7 @@ def step_time(
     tokens = batch_size * seq_len * config.shardkit.gradient_accumulation_steps
     work = work_per_token(tree, facts, seq_len)
     recomputes = config.fsdp.activation_checkpointing
-    flops = tokens * (work.useful + recomputed_part(config) * work.forward)
+    flops = tokens * (work.useful + recomputed_part(config) * work.forward) + step_flops
     efficiency = device.efficiency(compute, recomputes)
     best = efficiency.high * (COMPILE_SPEEDUP if config.shardkit.compile else 1.0)
     if (kind := eight_bits(config)) and device.multiplies_in(kind) is not False:

@@ -47,7 +47,7 @@ def find(question: Question, request: PlanRequest, evaluate: Evaluate = row) -> 
             return strategy(request, evaluate)
 
 
-def max_batch(request: PlanRequest, evaluate: Evaluate = row) -> SearchResult:
+def max_batch(request: PlanRequest, evaluate: Evaluate) -> SearchResult:
     """The largest micro-batch per rank that fits, for the configured strategy."""
     first = evaluate(replace(request, batch_size=1))
     _check_known("max-batch", first)
@@ -134,7 +134,7 @@ class _Worlds:
         return bool(found.fits)
 
 
-def min_gpus(request: PlanRequest, evaluate: Evaluate = row) -> SearchResult:
+def min_gpus(request: PlanRequest, evaluate: Evaluate) -> SearchResult:
     """The fewest ranks on which the configured strategy fits; beyond one machine, whole machines only."""
     _check_known("min-gpus", evaluate(request))
     name = configured_strategy(request.config).value

@@ -41,7 +41,7 @@ def refine(
     rows: tuple[Row, ...],
     strategies: list[ShardingStrategy],
     *,
-    is_exact: bool = False,
+    is_exact: bool,
 ) -> tuple[tuple[Row, ...], tuple[str, ...]]:
     """The rows, with simulated memory for the given strategies, and notes about the simulation."""
     wanted = [each for each in rows if each.strategy in strategies]
@@ -144,8 +144,8 @@ def _simulation(request: PlanRequest, config: Config, step: dict[str, Any]) -> S
     if config.fsdp.offload_params and config.mode == "fsdp" and not config.use_cpu:
         world = request.world_size, request.ranks_per_machine
         sizes = layout(request.description.tree, config, *world, request.optimizer, request.ema)
-        timeline, host = offload(timeline, never_offloaded(sizes), sizes.whole_step_bytes)
-        if not sizes.whole_step_bytes:
+        timeline, host = offload(timeline, never_offloaded(sizes), sizes.in_step.made)
+        if not sizes.in_step.made:
             timeline = tuple(moment for moment in timeline if moment.phase != "optimizer")  # it runs on the host
     host = replace(host, activations=step["host_bytes"])
     top = max(timeline, key=lambda moment: moment.memory.total)

@@ -1,9 +1,10 @@
 """Traffic between ranks in one optimizer step: exact bytes of every collective.
 
-payload: bytes of the collective as torch counts them: the output of an all-gather, the input of a reduce-scatter, the
-    tensor of an all-reduce. Padding included.
+payload: bytes of the collective as torch counts them: the output of an all-gather, the input of a reduce-scatter or of
+    an all-to-all, the tensor of an all-reduce. Padding included.
 sent: what one rank sends in a ring, the bandwidth-optimal algorithm (Patarasuk and Yuan 2009,
-    https://doi.org/10.1016/j.jpdc.2008.09.002): (n-1)/n of the payload, for an all-reduce twice that.
+    https://doi.org/10.1016/j.jpdc.2008.09.002): (n-1)/n of the payload, for an all-reduce twice that. In an all-to-all
+    each rank sends to every other one.
 inside, between: the part of `sent` that goes to a rank on the same machine, and to another machine, as the mean over
     the ranks of a machine. The ring follows the rank order, so one of a machine's m ranks sends to the next machine.
     Machines that the devices' own links join (a pod of TPUs, a rack) count as one.
@@ -37,7 +38,11 @@ class Collective:
     @property
     def between_bytes(self) -> int:
         """Bytes that one rank sends to other machines, as the mean over its machine's ranks."""
-        return self.sent_bytes // self.ranks_on_machine if self.group_size > self.ranks_on_machine else 0
+        if self.group_size <= self.ranks_on_machine:
+            return 0
+        if self.kind == "all_to_all":
+            return self.sent_bytes * (self.group_size - self.ranks_on_machine) // (self.group_size - 1)
+        return self.sent_bytes // self.ranks_on_machine
 
     @property
     def inside_bytes(self) -> int:
@@ -97,7 +102,8 @@ def _of_fsdp(plan: ShardedSizes, config: Config, world_size: int, machine: int) 
     """Every micro-batch gathers and reduces over the shards; replicas all-reduce once per step.
 
     Gradients of replicated parameters are all-reduced over all ranks in their own dtype, in one call per micro-batch.
-    Optimizers that need whole tensors gather parameters, gradients and state (`optim.local_step.WholeStep`).
+    Of the optimizers that need whole tensors, Adafactor's step gathers them, and Muon's sends each matrix to one rank,
+    and back to all (`plan.whole_steps`).
     """
     shards, replicas = plan.axes.shards, plan.axes.replicas
     times = config.shardkit.gradient_accumulation_steps
@@ -106,14 +112,16 @@ def _of_fsdp(plan: ShardedSizes, config: Config, world_size: int, machine: int) 
     reduced = sum(unit.reduce_bytes for unit in reduces)
     whole = plan.replicated.gradient_bytes
     near = min(machine, shards)
-    in_step = len(plan.gathered_in_step), sum(plan.gathered_in_step)
+    step = plan.in_step
     return _present(
         [
             Collective("all_gather", "shard", len(gathers) * times, gathered * times, shards, near),
             Collective("reduce_scatter", "shard", len(reduces) * times, reduced * times, shards, near),
             Collective("all_reduce", "replicate", len(reduces), reduced // shards, replicas, max(1, machine // shards)),
             Collective("all_reduce", "world", times, whole * times, world_size, machine),
-            Collective("all_gather", "optimizer", *in_step, shards, near),
+            Collective("all_gather", "optimizer", len(step.gathered), sum(step.gathered), shards, near),
+            Collective("all_to_all", "optimizer", step.rounds, step.to_owners, shards, near),
+            Collective("all_to_all", "optimizer", step.rounds, step.to_shards, world_size, machine),
         ]
     )
 

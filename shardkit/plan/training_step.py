@@ -17,11 +17,11 @@ from shardkit.config.schema import Config
 from shardkit.distributed.process import Process
 from shardkit.distributed.tensors import every_parameter
 from shardkit.errors import ModelError
-from shardkit.optim import local_step
-from shardkit.optim.local_step import Stepper
+from shardkit.optim.stepping import Stepper, stepper_of
 from shardkit.plan.averages import Ema
-from shardkit.plan.batches import LossFunction, OptimizerFactory
+from shardkit.plan.batches import LossFunction
 from shardkit.plan.memory_tracker import MemoryTracker
+from shardkit.plan.simulated_optimizers import OptimizerFactory
 from shardkit.sharding import precision
 from shardkit.sharding.gradient_sync import deferred
 from shardkit.sharding.hooks import is_in_backward, mark_own
@@ -50,7 +50,7 @@ def tracked_step(
     if not trained:
         raise ModelError("model: no parameter is trained; set requires_grad on some.")
     optimizers = make_optimizers(trained)
-    steppers = [local_step.stepper_of(optimizer) for optimizer in optimizers]
+    steppers = [stepper_of(optimizer) for optimizer in optimizers]
     tracker = MemoryTracker(is_on_host=config.use_cpu)
     with tracker:
         _make_states(steppers, [p for name, p in trained.items() if name not in stateless], tracker)

@@ -5,7 +5,7 @@ The units come from `model/cut.py`, as for a live model.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import dropwhile
 from math import ceil, prod
 
@@ -16,15 +16,8 @@ from shardkit.model.cut import as_trained, cut, outermost, shard_dim, whole
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan import averages
 from shardkit.plan.averages import Ema
-from shardkit.plan.optimizers import (
-    check,
-    gathers,
-    is_state_whole,
-    needs_whole,
-    state_bytes,
-    step_bytes,
-    whole_step_bytes,
-)
+from shardkit.plan.optimizers import check, state_bytes, step_bytes
+from shardkit.plan.whole_steps import InStep, WholeTensor, in_step, is_state_whole, needs_whole
 
 _FLOATING = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "fp32": 4, "fp16": 2, "bf16": 2}
 _OTHER = {
@@ -81,9 +74,9 @@ class UnitSizes:
 @dataclass(frozen=True)
 class ShardedSizes:
     """Input of the memory and traffic formulas. `units` are in forward order, without the root. `cast_bytes`: copies of
-    parameters that autocast keeps from forward to backward, where nothing is sharded. `whole_step_bytes`: what an
-    optimizer that needs whole parameters makes in its step; `whole_state_bytes`: its state of sharded ones that every
-    rank keeps whole; `gathered_in_step`: the bytes of each tensor that it gathers."""
+    parameters that autocast keeps from forward to backward, where nothing is sharded. `in_step`: what the step of an
+    optimizer that needs whole parameters makes and exchanges; `whole_state_bytes`: its state of sharded ones that every
+    rank keeps whole."""
 
     axes: Axes
     units: tuple[UnitSizes, ...]
@@ -92,9 +85,8 @@ class ShardedSizes:
     buffer_bytes: int
     averaged_buffer_bytes: int = 0
     cast_bytes: int = 0
-    whole_step_bytes: int = 0
+    in_step: InStep = field(default_factory=InStep)
     whole_state_bytes: int = 0
-    gathered_in_step: tuple[int, ...] = ()
 
 
 def axes(config: Config, world_size: int, ranks_per_machine: int) -> Axes:
@@ -140,7 +132,7 @@ def layout(
     kinds = optimizers_of(tree, optimizer)
     sizes = _Sizes(used, found.shards, kinds, not is_sharded, ema)
     of_whole = [(n, p) for n, p in parameters.items() if p.trainable and needs_whole(kinds[n])]
-    gathered = [(kinds[n], p) for n, p in of_whole if n not in decided.replicated]
+    split = {n: shard_dim(p.shape, found.shards) for n, p in of_whole if is_sharded and n not in decided.replicated}
     early, late = _root_ends(tree, chosen)
     blocks = _block_counts(tree, chosen)
     units: list[UnitSizes] = []
@@ -158,13 +150,17 @@ def layout(
         buffer_bytes=buffer_bytes,
         averaged_buffer_bytes=buffer_bytes if ema is Ema.MODEL else 0,
         cast_bytes=0 if is_sharded else _cast_bytes(tree, used.param),
-        whole_step_bytes=whole_step_bytes(
-            optimizer, ((p.shape, itemsize(p.dtype)) for _, p in of_whole), is_sharded and found.shards > 1
+        in_step=in_step(
+            optimizer,
+            [WholeTensor(p.shape, itemsize(p.dtype), split.get(name)) for name, p in of_whole],
+            found.shards,
+            found.replicas,
         ),
         whole_state_bytes=sum(
-            state_bytes(kind, p.shape, itemsize(p.dtype)) for kind, p in gathered if is_state_whole(kind, p.shape)
+            state_bytes(kinds[n], p.shape, itemsize(p.dtype))
+            for n, p in of_whole
+            if n in split and is_state_whole(kinds[n], p.shape)
         ),
-        gathered_in_step=tuple(sizes.padded_bytes(p) for kind, p in gathered for _ in range(gathers(kind, p.shape))),
     )
 
 
@@ -256,10 +252,6 @@ class _Sizes:
             average_bytes=sum(prod(local) * self._average_itemsize(p) for _, p, local in rows),
             step_bytes=sum(step_bytes(self.optimizers[name], local, itemsize(p.dtype)) for name, p, local in trainable),
         )
-
-    def padded_bytes(self, parameter: Parameter) -> int:
-        """All ranks' shards of the parameter, in its own dtype."""
-        return prod(self._local_shape(parameter)) * self.shards * itemsize(parameter.dtype)
 
     def _state_bytes(self, name: str, parameter: Parameter, local: tuple[int, ...]) -> int:
         kind = self.optimizers[name]

@@ -27,8 +27,8 @@ from shardkit.model.cut import as_trained, cut
 from shardkit.model.live import tree_of
 from shardkit.model.probe import build_factory, build_transformers, error_text, in_library, where
 from shardkit.model.tree import ModuleNode
-from shardkit.optim.local_step import needs_whole_tensors
-from shardkit.plan import batches, fake_world, repeats
+from shardkit.optim.stepping import needs_whole_tensors
+from shardkit.plan import batches, fake_world, repeats, simulated_optimizers
 from shardkit.plan.allocator import replay, two_steps
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Moment
@@ -245,7 +245,7 @@ def _tracked(
             loss = batches.without_output(loss)
         has_buckets = config.mode == "ddp" and job.world_size > 1
         kinds = None if ":" in job.optimizer else optimizers_of(tree_of(model), job.optimizer)
-        make, needs_whole = batches.optimizer_factory(job.optimizer, kinds), list[bool]()
+        make, needs_whole = simulated_optimizers.optimizer_factory(job.optimizer, kinds), list[bool]()
 
         def factory(parameters: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
             optimizers = make(parameters)

@@ -8,5 +8,6 @@ saves and loads    the folder checkpoints
 likely mistakes    the folder likely_mistakes
 other ranks        communication, process_control
 measured           measure, profiling, speed
+the end            ending
 other ways in      fsdp, notebook, batch_size
 """

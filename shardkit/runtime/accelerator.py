@@ -32,12 +32,12 @@ from shardkit.config.meaning import eight_bits
 from shardkit.config.schema import Config
 from shardkit.data import skipping
 from shardkit.data.loader import PreparedLoader
-from shardkit.distributed import process
+from shardkit.distributed import accelerators, process
 from shardkit.distributed.seed import set_seed
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
-from shardkit.runtime import measure, prepare, settings, settings_objects, speed, summary, unsupported
+from shardkit.runtime import ending, measure, prepare, settings, settings_objects, speed, summary, unsupported
 from shardkit.runtime.checkpoints.checkpointing import Checkpointing
 from shardkit.runtime.communication import Communication
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
@@ -105,13 +105,13 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
             "dynamo_plugin": dynamo_plugin,
         }
         handlers = settings_objects.handlers_of(kwargs_handlers)
-        chosen = settings.with_kept_batch(
+        found = settings.with_kept_batch(
             settings.settings(
                 config, mixed_precision, gradient_accumulation_steps, cpu, split_batches, even_batches
             ).with_given(settings_objects.read(objects_given, handlers))
         )
         selected = trackers.chosen(log_with)
-        launched = process.check_world(chosen.config, chosen.chosen)
+        launched = process.check_world(found.config, found.chosen)
         here = process.start(launched)
         project = project_of(project_dir, project_config)
         missing = trackers.missing(selected) if here.is_main else None
@@ -120,7 +120,7 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         supported = precision.supported(launched, here.device)
         self._run = Run(
             config=supported,
-            origins=chosen.chosen,
+            chosen=found.chosen,
             process=here,
             mesh=build_mesh(supported, here),
             project=project,
@@ -240,7 +240,7 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         self._run.forget()
         if self._speed is not None:
             self._speed = speed.Speed(self._run)
-        step_boundary.collect_garbage()
+        accelerators.collect_garbage()
         return (None,) * len(released)
 
     def clear(self, *released: Any) -> tuple[None, ...]:
@@ -340,4 +340,4 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
     def end_training(self) -> None:
         """Waits for a save in flight and for all ranks, finishes trackers, then destroys the process group; under
         `launch --measure` reports the memory used. The last call of a script. Collective."""
-        step_boundary.end(self._run)
+        ending.end(self._run)

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from shardkit.distributed import control, named_barrier
+from shardkit.distributed import accelerators, control, named_barrier
 from shardkit.errors import MachineError, UsageError
 from shardkit.launch.diagnosis import OUT_OF_MEMORY_SIGNS
 from shardkit.log import get_logger
-from shardkit.runtime.steps.step_boundary import collect_garbage
 from shardkit.signatures import signature
 from shardkit.wording import ranks_text
 
@@ -58,7 +57,7 @@ def find_executable_batch_size(
     def called(*arguments: Any, **settings: Any) -> Any:
         size = starting_batch_size
         while size > 0:
-            collect_garbage()
+            accelerators.collect_garbage()
             result, did_fit = _attempt(function, size, arguments, settings)
             if did_fit:
                 return result

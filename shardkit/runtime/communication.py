@@ -24,8 +24,7 @@ class Communication(Topology):
         """All ranks' tensors concatenated along dim 0, on every rank; dicts, lists and tuples too. Collective.
 
         Has no gradients; `gather_with_gradients` has."""
-        self._begin("gather")
-        self._run.accumulation.boundaries.note_meeting()
+        self._meet("gather")
         return collectives.gather(tensor, self._run.same_data)
 
     @eager
@@ -36,8 +35,7 @@ class Communication(Topology):
         get the gradients of one process, whether each rank computes the whole loss or the mean over its own samples.
         Collective, and so is the backward.
         """
-        self._begin("gather_with_gradients")
-        self._run.accumulation.boundaries.note_meeting()
+        self._meet("gather_with_gradients")
         return gradients.gather_with_gradients(tensor, self._run.same_data)
 
     @eager
@@ -46,8 +44,7 @@ class Communication(Topology):
 
         A loss repeated for each sample of a whole batch counts as often as a shorter batch has samples. Collective.
         """
-        self._begin("gather_for_metrics")
-        self._run.accumulation.boundaries.note_meeting()
+        self._meet("gather_for_metrics")
         same_data, loaders = self._run.same_data, _loaders_of_loops(self._run)
         if not use_gather_object and (short := padding.short_batch(loaders, input_data)) is not None:
             found = collectives.gather_repeated(input_data, *short, same_data)
@@ -59,8 +56,7 @@ class Communication(Topology):
     @eager
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
         """Sum, mean, max or min over all ranks, on every rank; times `scale`. Collective."""
-        self._begin("reduce")
-        self._run.accumulation.boundaries.note_meeting()
+        self._meet("reduce")
         return collectives.reduce(tensor, reduction, scale, self._run.same_data)
 
     @eager
@@ -74,6 +70,11 @@ class Communication(Topology):
         """Tensors padded along `dim` to the longest of all ranks. Collective."""
         self._begin("pad_across_processes")
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def _meet(self, call: str) -> None:
+        """As `_begin`, for what a loop calls in each batch: all ranks process this one together."""
+        self._begin(call)
+        self._run.accumulation.boundaries.note_meeting()
 
     def _begin(self, call: str) -> None:
         """Refuses a call that not all ranks make, by its name: it would be taken for a part of what the others do."""

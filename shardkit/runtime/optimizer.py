@@ -12,9 +12,9 @@ from shardkit.errors import ShardkitError, UsageError
 from shardkit.log import get_logger
 from shardkit.optim.clip import are_mixed, multiply_gradients_, zero_gradients_
 from shardkit.optim.kernels import forget_choice, parameters_of
-from shardkit.optim.local_step import Stepper, stepper_of
 from shardkit.optim.plain_step import Operations, PlainStep
 from shardkit.optim.rebind import same_objects
+from shardkit.optim.stepping import Stepper, stepper_of
 from shardkit.runtime.eager import eager
 from shardkit.runtime.forwarding import Forwarding
 from shardkit.runtime.steps.accumulate import NEVER, Accumulation
@@ -35,7 +35,8 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         self.step_was_skipped = False
         self.steps_taken = 0
         """Steps so far in this process, without those that fp16 skipped."""
-        self._accumulation = accumulation
+        self.accumulation = accumulation
+        """The accumulation windows in which it steps."""
         self._stepper: Stepper = PlainStep(optimizer)
         self._followed: list[torch.Tensor] = []
         """The parameters that were checked, and for which the stepper was chosen."""
@@ -47,11 +48,6 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         self._has_stepped = False
         self.optimizer = optimizer
         accumulation.optimizers.add(self)
-
-    @property
-    def accumulation(self) -> Accumulation:
-        """The accumulation windows in which it steps."""
-        return self._accumulation
 
     def __repr__(self) -> str:
         return f"Accelerated{self.optimizer!r}"
@@ -81,7 +77,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         ones. UsageError, without the group, where they belong to no prepared model."""
         self.optimizer.add_param_group(param_group)
         try:
-            self._accumulation.events.on_new_group()
+            self.accumulation.events.on_new_group()
         except ShardkitError:
             self.optimizer.param_groups.pop()
             raise
@@ -111,34 +107,34 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         """As `add_param_group`, where the script has changed the lists of param groups, or those of the optimizer
         inside. UsageError where the parameters belong to no prepared model."""
         if not same_objects(self.parameters, self._followed):
-            self._accumulation.events.on_new_group()
+            self.accumulation.events.on_new_group()
 
     @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step with the window's gradients; does nothing while the window is not full or where fp16 overflowed."""
         if closure is not None:
             self._refuse_closure()
-        if self._accumulation.is_gathering():
+        if self.accumulation.is_gathering():
             self._has_used_gradients = False  # those of the last step are gone by now, maybe by `model.zero_grad()`
-            self._accumulation.turns.end(self)
+            self.accumulation.turns.end(self)
             return None
-        progress.post("optimizer step", self._accumulation.counters.step)
+        progress.post("optimizer step", self.accumulation.counters.step)
         self._follow_changed_groups()
         self.make_gradients_final()
-        self._accumulation.check_gradients()
-        self.step_was_skipped = self._accumulation.loss_scale.overflowed(self.optimizer)
+        self.accumulation.check_gradients()
+        self.step_was_skipped = self.accumulation.loss_scale.overflowed(self.optimizer)
         if not self._has_stepped and closure is None:
             self._has_stepped = True
             self._warn_without_gradients()  # before the step: some optimizers drop gradients in it
         result = None
         if not self.step_was_skipped:
-            with self._accumulation.stepping():
+            with self.accumulation.stepping():
                 result = self._stepper.step(None if closure is None else lambda: _mean(closure()))
             self.steps_taken += 1
-        self._has_used_gradients, self._stepped_at = True, self._accumulation.gradient_moment
+        self._has_used_gradients, self._stepped_at = True, self.accumulation.gradient_moment
         self._final_at = NEVER
-        self._accumulation.note_step(self.optimizer, self.step_was_skipped)
-        progress.post("after optimizer step", self._accumulation.counters.step)
+        self.accumulation.note_step(self.optimizer, self.step_was_skipped)
+        progress.post("after optimizer step", self.accumulation.counters.step)
         return result
 
     @eager
@@ -146,22 +142,22 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         """Drops the gradients, from any place in the loop; does nothing while the window still needs them: from its
         first backward until this optimizer steps. Gradients of an earlier step are never needed. None: as the optimizer
         does by itself, which may take no argument, or keep zeros."""
-        turns = self._accumulation.turns
+        turns = self.accumulation.turns
         turns.note_zero_grad(self)
-        has_stepped_in_window = self._stepped_at == self._accumulation.gradient_moment
-        if self._has_used_gradients or has_stepped_in_window or not self._accumulation.is_open():
+        has_stepped_in_window = self._stepped_at == self.accumulation.gradient_moment
+        if self._has_used_gradients or has_stepped_in_window or not self.accumulation.is_open():
             self.drop_gradients(set_to_none)
         else:
-            turns.keep_own(self, is_last=not self._accumulation.is_gathering())
+            turns.keep_own(self, is_last=not self.accumulation.is_gathering())
 
     def drop_gradients(self, set_to_none: bool | None = None) -> None:
         """Drops the gradients, also those that wait for their reduction."""
         self._has_used_gradients = False
-        self._accumulation.turns.drop(self)
+        self.accumulation.turns.drop(self)
         if self._final_at != NEVER:
             self._final_at = NEVER
-            self._accumulation.loss_scale.note_dropped()
-        self._accumulation.deferred_gradients.drop(lambda: self.parameters)
+            self.accumulation.loss_scale.note_dropped()
+        self.accumulation.deferred_gradients.drop(lambda: self.parameters)
         if set_to_none is None:
             self.optimizer.zero_grad()
         elif not set_to_none and are_mixed(self.parameters):
@@ -171,41 +167,41 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
 
     def make_gradients_final(self) -> None:
         """Makes gradients equal to those of one process: unscaled, and the mean over the window. Idempotent."""
-        self._accumulation.complete_window()
-        if not self._accumulation.is_gathering():
-            self._accumulation.turns.join(self)
-            self._accumulation.deferred_gradients.finish(lambda: self.parameters)
-        moment = self._accumulation.gradient_moment
+        self.accumulation.complete_window()
+        if not self.accumulation.is_gathering():
+            self.accumulation.turns.join(self)
+            self.accumulation.deferred_gradients.finish(lambda: self.parameters)
+        moment = self.accumulation.gradient_moment
         if self._final_at == moment:
             return
         others = self._others_with_final_gradients()
         final = {id(p) for one in others for p in one.parameters}
-        self._accumulation.unscale(self.optimizer, [one.optimizer for one in others])
-        self._final_at, self._final_after = moment, self._accumulation.backwards
-        factor = self._accumulation.shortfall()
+        self.accumulation.unscale(self.optimizer, [one.optimizer for one in others])
+        self._final_at, self._final_after = moment, self.accumulation.backwards
+        factor = self.accumulation.shortfall()
         if factor != 1.0:
             multiply_gradients_([p for p in self.parameters if id(p) not in final], factor)
 
     def _others_with_final_gradients(self) -> "list[AcceleratedOptimizer]":
         """Other optimizers of some of the same parameters, such as the one before a change from AdamW to SGD, by which
         the gradients of those are final already."""
-        now = self._accumulation.backwards
-        final = [one for one in self._accumulation.optimizers if one is not self and one._final_after == now > 0]
+        now = self.accumulation.backwards
+        final = [one for one in self.accumulation.optimizers if one is not self and one._final_after == now > 0]
         own = {*map(id, self.parameters)} if final else set()
         return [one for one in final if not own.isdisjoint(map(id, one.parameters))]
 
     def _refuse_closure(self) -> None:
         """UsageError where a closure would not be called, or where its gradients would not be unscaled."""
-        if self._accumulation.loss_scale.is_on:
+        if self.accumulation.loss_scale.is_on:
             raise UsageError(
                 "optimizer step: the closure's gradients would keep fp16's loss scale (got mixed_precision fp16); use "
                 "bf16, or call backward before step() in place of the closure."
             )
-        if self._accumulation.is_gathering():
+        if self.accumulation.is_gathering():
             raise UsageError(
                 "optimizer step: the closure would not be called before the last micro-batch of a window, and its "
-                f"samples would be lost (got micro-batch {self._accumulation.counters.micro_step} of "
-                f"{self._accumulation.steps}); call backward before step() in place of the closure, or compute all "
+                f"samples would be lost (got micro-batch {self.accumulation.counters.micro_step} of "
+                f"{self.accumulation.steps}); call backward before step() in place of the closure, or compute all "
                 "micro-batches in the closure, outside of accumulate()."
             )
 

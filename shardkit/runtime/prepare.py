@@ -1,6 +1,6 @@
 """`prepare`: models are parallelized, optimizers rebound to their parameters, loaders split over ranks."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,6 @@ from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.run import OfModel, Run, Taken
 from shardkit.sharding.ddp_names import take_names_of_replicas
-from shardkit.sharding.original_parameters import ReleasedParameter
 from shardkit.wording import first_few
 
 log = get_logger(__name__)
@@ -73,9 +72,7 @@ def prepare(
     return prepared
 
 
-def for_evaluation(
-    run: Run, model: nn.Module, weights: str | Path | None = None, device_placement: bool | None = None
-) -> nn.Module:
+def for_evaluation(run: Run, model: nn.Module, weights: str | Path | None, device_placement: bool | None) -> nn.Module:
     """The model for evaluation only: sharded under FSDP, never wrapped in DDP, and part of no checkpoint. `prepare`
     makes it trainable later. Collective."""
     if kind_of(model) != "model":
@@ -111,48 +108,6 @@ def kind_of(value: Any) -> Kind | None:
     if all(hasattr(value, name) for name in ("step", "state_dict", "load_state_dict")):
         return "scheduler"
     return None
-
-
-def own_parameters(run: Run, parameters: Any) -> list[torch.Tensor]:
-    """The parameters as a list, those taken from a model before `prepare` as its present ones. Raises UsageError where
-    they are not parameters of a prepared model."""
-    is_one = isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable)
-    chosen = [parameters] if is_one else list(parameters)
-    if not all(isinstance(one, torch.Tensor) for one in chosen):
-        raise UsageError(f"clip: not parameters (got {type(chosen[0]).__name__}); use model.parameters().")
-    if not chosen:
-        _warn_of_nothing_to_clip(run)
-        return chosen
-    if any(isinstance(parameter, ReleasedParameter) for parameter in chosen):
-        present: dict[int, torch.Tensor] = {}
-        for one in run.taken:
-            present |= rebind.present_parameters(one.names_before, one.model)
-        chosen = [present.get(id(parameter), parameter) for parameter in chosen]
-    if not run.models or any(parameter.grad is not None for parameter in chosen):
-        return chosen
-    own = {id(parameter) for model in run.models for parameter in every_parameter(model)}
-    if any(id(parameter) in own for parameter in chosen):
-        return chosen
-    raise UsageError(
-        f"clip: not parameters of a prepared model (got {len(chosen)}); use model.parameters() of the prepared model."
-    )
-
-
-def _warn_of_nothing_to_clip(run: Run) -> None:
-    if run.process.is_main and not run.has_warned_of_empty_clip:
-        run.has_warned_of_empty_clip = True
-        log.warning(
-            "clip: no parameters are given, so no gradients are clipped (got an empty list, or an iterator such as "
-            "filter(...) that the optimizer has read); give a list."
-        )
-
-
-def optimizers_of(run: Run, parameters: Sequence[torch.Tensor]) -> list[AcceleratedOptimizer]:
-    """The prepared optimizers that train any of the parameters."""
-    if len(run.optimizers) < 2:
-        return run.optimizers
-    chosen = {id(parameter) for parameter in parameters}
-    return [one for one in run.optimizers if any(id(parameter) in chosen for parameter in one.parameters)]
 
 
 def known_optimizer(run: Run, optimizer: Any) -> AcceleratedOptimizer | None:

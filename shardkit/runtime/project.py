@@ -105,6 +105,13 @@ def series_of(project: ProjectConfiguration) -> Place | None:
     return place_of(project.project_dir) / locate.SERIES
 
 
+def missing_for_series(project: ProjectConfiguration) -> str | None:
+    """What a script has not set, so that save_state() names no checkpoints itself; None where it does."""
+    if series_of(project) is not None:
+        return None
+    return "project folder" if project.project_dir is None else "automatic_checkpoint_naming"
+
+
 def warn_of_folder(project: ProjectConfiguration, control: ControlGroup) -> None:
     """Warns, on rank 0, where the first save_state() into the project's folder would fail. Collective."""
     series = series_of(project)

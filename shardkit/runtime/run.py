@@ -63,10 +63,10 @@ class Taken:
 
 @dataclass
 class Run:
-    """One run on this rank. `origins`: where each explicitly set setting comes from."""
+    """One run on this rank. `chosen`: where each explicitly set setting comes from."""
 
     config: Config
-    origins: Mapping[str, str]
+    chosen: Mapping[str, str]
     process: Process
     mesh: DeviceMesh | None
     project: ProjectConfiguration
@@ -114,12 +114,11 @@ class Run:
     taken: list[Taken] = field(init=False)
     events: StepEvents = field(default_factory=StepEvents)
     accumulation: Accumulation = field(init=False)
-    early_steps: EarlySteps = field(init=False)
     same_modules: SameModules = field(init=False)
-    same_weights: SameWeights = field(init=False)
     same_data: SameData = field(init=False)
-    missing_models: MissingModels = field(init=False)
     followers: Followers = field(init=False)
+    checks_before_step: Sequence[Callable[[], None]] = field(init=False)
+    """Of likely mistakes, in this order."""
 
     def __post_init__(self) -> None:
         self.trackers = Trackers(self.selected_trackers, self.process.is_main, lambda: self.loads)
@@ -150,12 +149,18 @@ class Run:
         full = settings.full_world_size() or 0
         keeps_batch = full > self.process.world_size
         may_keep_it = full == self.process.world_size and not section.data.split_batches
-        self.early_steps = EarlySteps(self.accumulation, self.loaders, keeps_batch, may_keep_it, self.process.is_main)
-        self.same_modules = SameModules(self.models, self.process.control, self.config.debug)
-        self.same_weights = SameWeights(self.models, self.process.control)
-        self.same_data = SameData(self.loaders, self.process.control)
-        self.missing_models = MissingModels(self.models, self.optimizers, self.process.control)
-        self.followers = Followers(self.evaluated, self.process.is_main)
+        is_main, control = self.process.is_main, self.process.control
+        self.same_modules = SameModules(self.models, control, self.config.debug)
+        self.same_data = SameData(self.loaders, control)
+        self.followers = Followers(self.evaluated, is_main)
+        self.checks_before_step = (
+            EarlySteps(self.accumulation, self.loaders, keeps_batch, may_keep_it, is_main).check,
+            self.same_modules.check,
+            SameWeights(self.models, control).check,
+            self.same_data.check,
+            MissingModels(self.models, self.optimizers, control).check,
+            self.followers.note_step,
+        )
         foreign_steps.watch(self.accumulation)
 
     def refuse_if_left(self, call: str) -> None:
@@ -176,12 +181,8 @@ class Run:
             )
 
     def _check_step(self) -> None:
-        self.early_steps.check()
-        self.same_modules.check()
-        self.same_weights.check()
-        self.same_data.check()
-        self.missing_models.check()
-        self.followers.note_step()
+        for check in self.checks_before_step:
+            check()
 
     @property
     def device(self) -> torch.device:

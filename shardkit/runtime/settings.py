@@ -155,8 +155,8 @@ def _from_outside() -> Settings:
     path = env.resolved_config_path()
     if path is not None:
         loaded = files.read(path)
-        origins = _origins_beside(path)
-        return Settings(loaded.config, loaded.chosen if origins is None else origins)
+        chosen = _chosen_beside(path)
+        return Settings(loaded.config, loaded.chosen if chosen is None else chosen)
     loaded = files.resolve(ranks=launched().world_size)
     for note in loaded.notes:
         log.info("%s", note)
@@ -207,9 +207,9 @@ def _with_launch(found: Settings) -> Settings:
     return Settings(config, chosen)
 
 
-def _origins_beside(path: Path) -> dict[str, str] | None:
+def _chosen_beside(path: Path) -> dict[str, str] | None:
     """Where the launcher's values come from, from a file next to the resolved configuration; None if there is none."""
-    beside = path.with_suffix(".origins.json")
+    beside = path.with_suffix(".chosen.json")
     return json.loads(beside.read_text()) if beside.exists() else None
 
 

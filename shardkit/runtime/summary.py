@@ -33,7 +33,7 @@ def text(run: Run) -> str:
     rows = [("world", _world(run.process, config)), ("strategy", _strategy(config, run.mesh))]
     rows += _rows_of_models(run.models)
     rows += [("precision", _precision(config, run.models)), ("batch", _batch(run.process, config, loaders))]
-    rows += [("settings", line) for line in _settings(config, run.origins)]
+    rows += [("settings", line) for line in _settings(config, run.chosen)]
     return "\n".join(["what runs", *_aligned(rows)])
 
 
@@ -177,11 +177,11 @@ def _batch(process: Process, config: Config, loaders: Sequence[PreparedLoader]) 
     return f"{each} x {micro_batches} = {size * steps} samples a step"
 
 
-def _settings(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
+def _settings(config: Config, chosen: Mapping[str, str]) -> Iterator[str]:
     """A line for each source of settings; settings at their default are left out."""
     default = Config()
     by_source: dict[str, list[str]] = {}
-    for name, where in origins.items():
+    for name, where in chosen.items():
         value = attrgetter(name)(config)
         if value == attrgetter(name)(default) and not where.startswith("Accelerator("):
             continue

@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.config.schema import DistributedType
 from shardkit.runtime.run import Run
-from shardkit.sharding import mesh as layout
+from shardkit.sharding.mesh import replica_of, shard_of
 
 
 class RankNumbers:
@@ -116,12 +116,12 @@ class Topology(RankNumbers):
     @property
     def data_parallel_rank(self) -> int:
         """Index of the model replica that this rank belongs to."""
-        return layout.replica_of(self._run.mesh, self.process_index)
+        return replica_of(self._run.mesh, self.process_index)
 
     @property
     def data_parallel_shard_rank(self) -> int:
         """Index of this rank's shard within its replica."""
-        return layout.shard_of(self._run.mesh)
+        return shard_of(self._run.mesh)
 
     @property
     def tensor_parallel_rank(self) -> int:

@@ -1,6 +1,6 @@
 """Makes a model parallel: units, sharding or replication, dtypes, and initial values.
 
-the order of steps  parallelize
+the order of steps  parallelize; unfit, models that are refused
 what is sharded     units, mesh, shared_memory, init, weight_files
 by FSDP2            the folder fsdp
 by DDP, by XLA      ddp, ddp_gradients, ddp_hooks, ddp_names; xla

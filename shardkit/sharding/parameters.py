@@ -1,6 +1,7 @@
 """Attributes and hooks that sharded parameters take over from the original ones.
 
-The class of the sharded ones is in `sharded_parameter.py`, that of the original ones in `original_parameters.py`.
+Their classes: that of the sharded ones in `tensors/sharded_parameter.py`, of the original ones in
+`original_parameters.py`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,5 @@
-"""Object stores (s3://, gs:// and others that fsspec supports): URLs of places in them, and requests to them."""
+"""Object stores: s3://, gs:// and others that fsspec supports.
+
+a place         url
+requests        objects; upload, of large ones
+"""

@@ -43,6 +43,8 @@ class Job:
     is_module: bool
     config: Config
     folder: Path
+    chosen: frozenset[str] = frozenset()
+    """The settings that somebody has set, by their names in Python."""
     switches: tuple[str, ...] = ()
     program: tuple[str, ...] = ("shardkit",)
     cpus_per_machine: int = 1
@@ -77,14 +79,18 @@ class Job:
 
     @property
     def configuration(self) -> str:
-        """The YAML that the job runs with: without addresses, which come from the engine, and with resume enabled."""
+        """The YAML that the job runs with: without addresses, which come from the engine, and with resume enabled.
+
+        It has the numbers of machines and ranks, which the job's machines do not change; and what was chosen, as for a
+        launch with the same file."""
         changed: dict[str, object] = {"main_process_ip": None, "main_process_port": None, "machine_rank": 0}
         changed["shardkit.launch.bind_address"] = None
         if self.config.shardkit.checkpoint.resume == "never":
             changed["shardkit.checkpoint.resume"] = "auto"
         if not runs_on_cpu(self.config) and self.config.gpu_ids:
             changed["gpu_ids"] = None  # they are of the machine on which the file was written
-        return files.dump(files.overlaid(self.config, changed), comments=False)
+        written = {*self.chosen, "num_machines", "num_processes"} - changed.keys()
+        return files.dump_chosen(files.overlaid(self.config, changed), written)
 
     @property
     def configuration_for_restarts(self) -> str:
@@ -92,7 +98,7 @@ class Job:
         launch would have as many restarts of its own."""
         return replace(self, config=files.overlaid(self.config, {"shardkit.launch.max_restarts": 0})).configuration
 
-    def launch_words(self, config: str, more: Iterable[str] = ()) -> list[str]:
+    def launch_words(self, config: str, more: Iterable[str]) -> list[str]:
         """The `shardkit launch` command with this job's script, as shell words. `config` and `more` must be quoted."""
         script = ["-m", *self.command] if self.is_module else list(self.command)
         start = [shlex.quote(word) for word in self.program]

@@ -100,6 +100,7 @@ def made(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job 
         config=config,
         switches=tuple(asked.switches.words),
         folder=Path.cwd(),
+        chosen=frozenset(loaded.chosen),
         program=program or _program(engine),
         cpus_per_machine=cpus or config.processes_per_machine * (1 if runs_on_cpu(config) else CPUS_PER_GPU),
         memory_bytes=memory,

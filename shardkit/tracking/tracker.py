@@ -86,7 +86,7 @@ class NoTracker(Tracker):
         return f"<no {self.name} on this rank>"
 
 
-def refuse_others(values: Any, step: Any = None, objects_are_taken: bool = False) -> None:
+def refuse_others(values: Any, step: Any, objects_are_taken: bool) -> None:
     """Raises UsageError where values are not numbers and texts by name, or the step is none of these. Checks types
     only, so it is the same on all ranks. `objects_are_taken`: whether a tracker takes other objects."""
     if not isinstance(values, Mapping):

@@ -31,16 +31,22 @@ UNSUPPORTED = ("aim", "comet_ml", "clearml", "dvclive", "swanlab")
 
 
 def chosen(log_with: Any) -> list[str | Tracker]:
-    """The trackers that `log_with` selects: names, enum members, Tracker objects, or a list of these; "all": all
-    installed ones. Raises UsageError with everything that is invalid."""
+    """The trackers that `log_with` selects: names, enum members, Tracker objects, or a list of these; "all" is kept as
+    it is, for `expanded`. Raises UsageError with everything that is invalid."""
     given = log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]
     names = [_name(one) for one in given]
     if "all" in names:
-        names = [name for name in KNOWN if is_installed(name)] + [one for one in names if isinstance(one, Tracker)]
+        return ["all", *dict.fromkeys(one for one in names if isinstance(one, Tracker))]
     problems = [text for one in names if isinstance(one, str) and (text := _problem(one))]
     if problems:
         raise UsageError("\n".join(problems))
     return list(dict.fromkeys(names))
+
+
+def expanded(selected: Sequence[str | Tracker]) -> list[str | Tracker]:
+    """The selected trackers, with all installed ones for "all"."""
+    names = [name for name in KNOWN if is_installed(name)]
+    return [one for given in selected for one in (names if given == "all" else [given])]
 
 
 def missing(selected: Sequence[str | Tracker]) -> str | None:
@@ -48,7 +54,7 @@ def missing(selected: Sequence[str | Tracker]) -> str | None:
     problems = [
         f"{WHERE}: {name} is not installed; pip install {KNOWN[name][1][0]}, or leave it out."
         for name in selected
-        if isinstance(name, str) and not is_installed(name)
+        if isinstance(name, str) and name != "all" and not is_installed(name)
     ]
     return "\n".join(problems) or None
 
@@ -85,7 +91,9 @@ class Trackers:
             )
         name = re.sub(r"[^\w.-]+", "_", project := str(project))
         place = None if folder is None else Path(folder) / name
-        wanted: list[str | Tracker] = list(self.selected)
+        wanted = expanded(self.selected)
+        if place is None and "all" in self.selected:
+            wanted = [one for one in wanted if not _kind_of(one).requires_logging_directory or one in self.selected]
         if "jsonl" not in wanted:
             wanted += ["jsonl"] if place is not None else []
             if place is None:
@@ -128,7 +136,7 @@ class Trackers:
     ) -> None:
         """Logs the values, and the `measured` ones, to all trackers; objects to those that take them. Raises UsageError
         on every rank where a value is neither number nor text, and no selected tracker takes objects."""
-        refuse_others(values, step, any(_kind_of(one).takes_objects for one in self.selected))
+        refuse_others(values, step, any(_kind_of(one).takes_objects for one in expanded(self.selected)))
         given: Any = plain(step)
         step = optimizer_step if given is None else given
         if not self.active:
@@ -166,8 +174,9 @@ class Trackers:
             return one if self._is_main or not one.main_process_only else NoTracker(one.name)
         if not self._is_main:
             return NoTracker(one)
-        of_project = () if one in ("jsonl", "csv") else (project,)
-        return _kind_of(one)(*of_project, place, lambda: self._loads() > 0, **arguments.get(one, {}))
+        kind, packages = KNOWN[one]
+        of_project = (project,) if packages else ()  # files lie in a folder of that name
+        return kind(*of_project, place, lambda: self._loads() > 0, **arguments.get(one, {}))
 
     def _refuse(
         self, wanted: Sequence[str | Tracker], place: Path | None, arguments: Mapping[str, Mapping[str, Any]]

@@ -39,7 +39,7 @@ class Conversation:
         return walk(self.start, self.given)
 
 
-def ask_all(session: Conversation, skip_given: bool = False) -> None:
+def ask_all(session: Conversation, skip_given: bool) -> None:
     """Asks every question before the review; in a resumed session only those after the answered ones. Back at the first
     one repeats it. Where an earlier answer changes, later ones that were the default take the new default."""
     trail: list[Question] = []

@@ -9,9 +9,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shardkit.errors import UsageError
 from shardkit.runtime import unsupported
-from shardkit.runtime.checkpoints import hooks, objects
+from shardkit.runtime.checkpoints import hooks, objects, resuming
 from shardkit.runtime.project import ProjectConfiguration
-from shardkit.runtime.steps import step_boundary
 from shardkit.runtime.topology import Topology
 from shardkit.storage.url import Url
 
@@ -84,7 +83,7 @@ class Checkpointing(Topology):
         there is one; a path: that checkpoint. Without this call nothing is resumed. `data_position`, `strict`: as for
         `load_state`.
         """
-        return step_boundary.resume(self._run, data_position, strict)
+        return resuming.resume(self._run, data_position, strict)
 
     def save_model(
         self,

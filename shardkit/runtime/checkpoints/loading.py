@@ -1,4 +1,4 @@
-"""load_state and resume of a run."""
+"""load_state of a run: the checkpoint that is named, or the newest."""
 
 from pathlib import Path
 
@@ -27,13 +27,12 @@ def load_state(run: Run, path: str | Path | None = None, *, data_position: bool 
     Collective. CheckpointError on all ranks, with the state unchanged, where it is damaged or does not fit;
     CheckpointMissing, also a FileNotFoundError, where no rank finds it.
     """
-    run.is_resumed = True
     if path is None:
-        root = root_of(run)
-        found = _load_newest(run, "load_state", root, data_position=data_position, strict=strict)
+        found = load_newest(run, "load_state", data_position, strict)
         if found is None:
-            raise CheckpointMissing(f"checkpoint: {root}: no checkpoint here yet; call save_state() first.")
+            raise CheckpointMissing(f"checkpoint: {root_of(run)}: no checkpoint here yet; call save_state() first.")
         return found
+    run.is_resumed = True
     place = paths.named(path, "load_state")
     session = begin_load(run, "load_state")
     _refuse_hooks(run, place)
@@ -42,17 +41,13 @@ def load_state(run: Run, path: str | Path | None = None, *, data_position: bool 
     return _loaded(run, session, read.load(live_of(run), place, session.control, options))
 
 
-def resume(run: Run, data_position: bool = True, strict: bool = True) -> bool:
-    """Whether the project's newest valid checkpoint was loaded; False where none was ever saved. Collective.
+def load_newest(run: Run, call: str, data_position: bool = True, strict: bool = True) -> Place | None:
+    """Loads the project's newest valid checkpoint; returns its folder, None where none was ever saved. Collective.
 
     CheckpointError where all of them are damaged: never a fresh start then.
     """
     run.is_resumed = True
-    return _load_newest(run, "resume", root_of(run), data_position, strict) is not None
-
-
-def _load_newest(run: Run, call: str, root: Place, data_position: bool = True, strict: bool = True) -> Place | None:
-    session = begin_load(run, call)
+    root, session = root_of(run), begin_load(run, call)
     _refuse_hooks(run, root)
     options = _options(run, session, data_position, strict)
     loaded = read.load_newest(live_of(run), root, session.control, options)

@@ -1,5 +1,7 @@
 """Mistakes of scripts that would train something else without a word: each is told, or refused.
 
+What is checked before a step is in `Run.checks_before_step`.
+
 steps              early_steps, learning_rates
 left out           left_out, missing_models, followers
 in two models      shared_parameters

@@ -17,8 +17,8 @@ from shardkit.distributed.tensors import every_parameter
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.optim.kernels import parameters_of
-from shardkit.optim.local_step import refuse_unfit
 from shardkit.optim.rebind import same_objects
+from shardkit.optim.stepping import refuse_unfit
 from shardkit.runtime.steps.accumulate import Accumulation
 from shardkit.sharding.original_parameters import ReleasedParameter
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.distributed.collectives import leaves
-from shardkit.distributed.tensors import is_fsdp
+from shardkit.distributed.nested import leaves
+from shardkit.distributed.tensors import every_parameter, is_fsdp
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
-from shardkit.optim import clip
+from shardkit.optim import clip, rebind
 from shardkit.runtime import prepare, settings
 from shardkit.runtime.eager import eager
 from shardkit.runtime.optimizer import AcceleratedOptimizer
@@ -20,6 +20,7 @@ from shardkit.runtime.steps import foreign_steps
 from shardkit.runtime.steps.counters import Counters
 from shardkit.runtime.topology import Topology
 from shardkit.sharding import gradient_sync, precision
+from shardkit.sharding.original_parameters import ReleasedParameter
 
 log = get_logger(__name__)
 
@@ -106,7 +107,7 @@ class TrainingStep(Topology):
 
         Before the last micro-batch of a window it returns 0 and changes nothing. Collective.
         """
-        chosen = prepare.own_parameters(self._run, parameters)
+        chosen = _own_parameters(self._run, parameters)
         if not self.sync_gradients:
             return torch.zeros((), device=self.device)
         self._make_final(chosen)
@@ -115,7 +116,7 @@ class TrainingStep(Topology):
     @eager
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamps every element of the gradients to [-clip_value, clip_value]; see `clip_grad_norm_`."""
-        chosen = prepare.own_parameters(self._run, parameters)
+        chosen = _own_parameters(self._run, parameters)
         if self.sync_gradients:
             self._make_final(chosen)
             clip.clamp_gradients_(chosen, clip_value)
@@ -196,7 +197,7 @@ class TrainingStep(Topology):
         return known
 
     def _make_final(self, parameters: list[torch.Tensor]) -> None:
-        for optimizer in prepare.optimizers_of(self._run, parameters):
+        for optimizer in _optimizers_of(self._run, parameters):
             optimizer.make_gradients_final()
 
 
@@ -208,3 +209,45 @@ def _modules(models: Iterable[Any]) -> list[nn.Module]:
             f"accumulate: expected models (got {', '.join(others)}); give those of this micro-batch, or none for all."
         )
     return found
+
+
+def _own_parameters(run: Run, parameters: Any) -> list[torch.Tensor]:
+    """The parameters as a list, those taken from a model before `prepare` as its present ones. Raises UsageError where
+    they are not parameters of a prepared model."""
+    is_one = isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable)
+    chosen = [parameters] if is_one else list(parameters)
+    if not all(isinstance(one, torch.Tensor) for one in chosen):
+        raise UsageError(f"clip: not parameters (got {type(chosen[0]).__name__}); use model.parameters().")
+    if not chosen:
+        _warn_of_nothing_to_clip(run)
+        return chosen
+    if any(isinstance(parameter, ReleasedParameter) for parameter in chosen):
+        present: dict[int, torch.Tensor] = {}
+        for one in run.taken:
+            present |= rebind.present_parameters(one.names_before, one.model)
+        chosen = [present.get(id(parameter), parameter) for parameter in chosen]
+    if not run.models or any(parameter.grad is not None for parameter in chosen):
+        return chosen
+    own = {id(parameter) for model in run.models for parameter in every_parameter(model)}
+    if any(id(parameter) in own for parameter in chosen):
+        return chosen
+    raise UsageError(
+        f"clip: not parameters of a prepared model (got {len(chosen)}); use model.parameters() of the prepared model."
+    )
+
+
+def _warn_of_nothing_to_clip(run: Run) -> None:
+    if run.process.is_main and not run.has_warned_of_empty_clip:
+        run.has_warned_of_empty_clip = True
+        log.warning(
+            "clip: no parameters are given, so no gradients are clipped (got an empty list, or an iterator such as "
+            "filter(...) that the optimizer has read); give a list."
+        )
+
+
+def _optimizers_of(run: Run, parameters: Sequence[torch.Tensor]) -> list[AcceleratedOptimizer]:
+    """The prepared optimizers that train any of the parameters."""
+    if len(run.optimizers) < 2:
+        return run.optimizers
+    chosen = {id(parameter) for parameter in parameters}
+    return [one for one in run.optimizers if any(id(parameter) in chosen for parameter in one.parameters)]

@@ -13,7 +13,7 @@ from torch import nn
 
 
 class KeepingGroup(Protocol):
-    """A unit's parameter group, as `fsdp_unit.UnitGroup`."""
+    """A unit's parameter group, as `unit_state.UnitGroup`."""
 
     def is_kept_for_second_backward(self) -> bool: ...
 

@@ -1,4 +1,4 @@
-"""What `shardkit checkpoint prune` deletes."""
+"""`shardkit checkpoint prune`: which checkpoints and leftovers it deletes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

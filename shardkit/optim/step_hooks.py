@@ -1,0 +1,50 @@
+"""An optimizer's own step, on other tensors than those that its hooks see."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+
+
+def step_between_hooks(
+    optimizer: torch.optim.Optimizer,
+    inside: Callable[[], AbstractContextManager[None]],
+    closure: Callable[[], Any] | None = None,
+    is_first: bool = True,
+    is_last: bool = True,
+) -> Any:
+    """The optimizer's own step in the context `inside`; returns the closure's result.
+
+    Hooks on the step run outside of the context, so that they see the model's parameters. Of several steps that make
+    one, the first runs the hooks before it, and the last those after it.
+    """
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    result = None
+    with ExitStack() as stack:
+
+        def enter(*_: Any) -> None:
+            nonlocal result
+            result = run_closure(closure)
+            stack.enter_context(inside())
+
+        def leave(*_: Any) -> None:
+            stack.close()
+
+        try:
+            optimizer._optimizer_step_pre_hooks = OrderedDict({**(before if is_first else {}), -1: enter})
+            optimizer._optimizer_step_post_hooks = OrderedDict({-1: leave, **(after if is_last else {})})
+            optimizer.step()
+        finally:
+            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
+    return result
+
+
+def run_closure(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
