@@ -198,7 +198,7 @@ def test_keys_of_things_we_do_not_do_are_fine_while_they_say_nothing(tmp_path):
     lines = problems(
         "deepspeed_config:\n  zero_stage: 3\nparallelism_config:\n  parallelism_config_tp_size: 2\n"
         "dynamo_config:\n  dynamo_backend: AOT_EAGER\ncompute_environment: AMAZON_SAGEMAKER\n"
-        "distributed_type: MULTI_XPU\nmixed_precision: fp8\nregion: us-east-1\n"
+        "distributed_type: MULTI_NEURON\nmixed_precision: fp8\nregion: us-east-1\n"
         "fsdp_config:\n  fsdp_state_dict_type: LOCAL_STATE_DICT\n",
         tmp_path,
     )
@@ -208,12 +208,18 @@ def test_keys_of_things_we_do_not_do_are_fine_while_they_say_nothing(tmp_path):
             "shardkit.yaml:3:1: parallelism_config: tp_size is not supported (got 2); write 1, or leave it out.",
             "shardkit.yaml:5:1: dynamo_config: this backend is not supported (got aot_eager); use INDUCTOR.",
             "shardkit.yaml:7:22: compute_environment: is not supported (got 'AMAZON_SAGEMAKER'); SageMaker jobs are",
-            "shardkit.yaml:8:19: distributed_type: is not supported (got 'MULTI_XPU'); this kind of device is not",
+            "shardkit.yaml:8:19: distributed_type: is not supported (got 'MULTI_NEURON'); AWS Trainium is not",
             "shardkit.yaml:10:1: region: SageMaker jobs are not started here",
             "shardkit.yaml:12:25: fsdp_config.fsdp_state_dict_type: is not supported (got 'LOCAL_STATE_DICT'); it only",
         ]
     ):
         assert lines[position].startswith(words)
+
+
+@pytest.mark.parametrize("name", ["MULTI_XPU", "multi_npu", "MULTI_MUSA"])
+def test_ddp_on_any_accelerator(name):
+    """Accelerate's files name the kind of accelerator; the ranks take what their machine has."""
+    assert config_of(f"distributed_type: {name}\nnum_processes: 2\n").distributed_type.value == "MULTI_GPU"
 
 
 def test_what_deepspeed_did_beside_zero_is_named(tmp_path):

@@ -39,11 +39,8 @@ REFUSED_VALUES: dict[Path, dict[str, str]] = {
         "DEEPSPEED": INSTEAD["deepspeed_config"],
         "MEGATRON_LM": INSTEAD["megatron_lm_config"],
         "TP": "tensor parallelism is not supported; use FSDP",
-    }
-    | dict.fromkeys(
-        ("MULTI_XPU", "MULTI_HPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_NEURON"),
-        "this kind of device is not supported; use FSDP or MULTI_GPU on CUDA or ROCm, or MULTI_CPU",
-    ),
+        "MULTI_NEURON": "AWS Trainium is not supported; use FSDP or MULTI_GPU on another accelerator, or MULTI_CPU",
+    },
     ("shardkit", "ddp", "comm_hook"): dict.fromkeys(
         ("batched_power_sgd", "batched-power-sgd", "batched_powersgd"),
         "torch's implementation fails in its first step; use power_sgd",

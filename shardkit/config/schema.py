@@ -127,15 +127,19 @@ def read_precision(value: Any) -> Any:
     return value.strip().lower() if isinstance(value, str) else value
 
 
+# Accelerate's names for DDP on other accelerators: the ranks take the one that their machine has.
+_MULTI_DEVICES = ("MULTI_XPU", "MULTI_HPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA")
+
+
 def read_distributed_type(value: Any) -> Any:
-    """Any case; YAML reads an unquoted `NO` as False. Older files of Accelerate say TPU for XLA, and MPS for one
-    process on a Mac's GPU."""
+    """Any case; YAML reads an unquoted `NO` as False. Files of Accelerate name the kind of accelerator (MULTI_XPU);
+    older ones say TPU for XLA, and MPS for one process on a Mac's GPU."""
     if value is False or value is None:
         return "NO"
     if not isinstance(value, str):
         return value
     name = value.strip().upper()
-    return {"TPU": "XLA", "FALSE": "NO", "MPS": "NO"}.get(name, name)
+    return {"TPU": "XLA", "FALSE": "NO", "MPS": "NO", **dict.fromkeys(_MULTI_DEVICES, "MULTI_GPU")}.get(name, name)
 
 
 def read_strategy(value: Any) -> Any:
@@ -546,7 +550,8 @@ class Config(Section):
     """Where ranks are started: on this machine; with several machines, launch on each of them."""
 
     distributed_type: Annotated[DistributedType, BeforeValidator(read_distributed_type)] = DistributedType.FSDP
-    """How ranks share the work: FSDP (see fsdp_config), MULTI_GPU or MULTI_CPU (DDP), XLA (TPU), NO (one process)."""
+    """How ranks share the work: FSDP (see fsdp_config), MULTI_GPU (DDP on accelerators, also MULTI_XPU, MULTI_NPU) or
+    MULTI_CPU (DDP), XLA (TPU), NO (one process)."""
 
     mixed_precision: Annotated[MixedPrecision, BeforeValidator(read_precision)] = "no"
     """Compute dtype: no (fp32), fp16 (with loss scaling), bf16; fp8, mxfp8: bf16, Linear layers in 8 bits (torchao)."""
