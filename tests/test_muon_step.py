@@ -90,6 +90,38 @@ def test_the_values_are_those_of_torch(ranks, settings, world_size, replicas, di
         assert found == expected
 
 
+def momentum_in_bf16() -> list[list[float]]:
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.eye(4, 3, dtype=torch.bfloat16), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(torch.full((4, 3), 2.0, dtype=torch.bfloat16), mesh, [Shard(0)])
+    optimizer = torch.optim.Muon([parameter], momentum=0.75, nesterov=False)
+    stepper_of(optimizer).step()
+    return optimizer.state[parameter]["momentum_buffer"].full_tensor().tolist()
+
+
+def test_orthogonalizing_leaves_the_momentum(ranks):
+    """torch 2.11 divides one in bf16 by its norm, in place."""
+    assert ranks.run(2, momentum_in_bf16) == [[[0.5] * 3] * 4] * 2
+
+
+def with_sharded_gradient() -> list[list[float]]:
+    """A matrix that every rank holds whole, beside a sharded one, after a step with a DTensor as gradient."""
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+    parameter = nn.Parameter(torch.eye(4, 3))
+    parameter.grad = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])
+    stepper_of(torch.optim.Muon([parameter, sharded])).step()
+    return parameter.tolist()
+
+
+def test_a_whole_matrix_takes_the_gradient_of_a_dtensor(ranks):
+    """That of a script which joins all gradients, changes them and splits them again."""
+    parameter = nn.Parameter(torch.eye(4, 3))
+    parameter.grad = torch.arange(12.0).view(4, 3)
+    torch.optim.Muon([parameter]).step()
+    assert ranks.run(2, with_sharded_gradient) == [parameter.tolist()] * 2
+
+
 @pytest.mark.parametrize("shape", [(48, 16), (16, 48), (32, 32)])
 def test_the_work_is_what_torch_counts(shape):
     """By which matrices are divided between ranks, and a step's time is planned."""

@@ -133,6 +133,13 @@ def test_the_closed_form_knows_what_whole_tensors_take(monkeypatch, optimizer, s
     assert any(each.axis == "optimizer" for each in closed.traffic.collectives) is (strategy != 3)
 
 
+def test_a_model_without_matrices_has_none_for_muon():
+    """All its parameters are AdamW's, in the simulation as in the closed form."""
+    parameters = {"norm.weight": nn.Parameter(torch.ones(4)), "norm.bias": nn.Parameter(torch.ones(4))}
+    made = simulated_optimizers.optimizer_factory("muon", dict.fromkeys(parameters, "adamw"))(parameters)
+    assert [type(optimizer) for optimizer in made] == [torch.optim.AdamW]
+
+
 @pytest.mark.slow
 def test_several_optimizers_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "two_optimizers.py").write_text(

@@ -2,7 +2,8 @@
 
 Momentum, weight decay and the update are elementwise, on this rank's local tensors. To be orthogonalized, each
 direction goes to one rank, its owner (`division.owners`), and back: 2 bytes per element either way, since torch
-orthogonalizes in bf16. The values are those of torch's own step on whole matrices.
+orthogonalizes in bf16. The values are those of torch's own step on whole matrices, with one exception: without
+nesterov, torch 2.11 and 2.13 (not 2.15) also divide a momentum in bf16 by its norm, in place; here it is left as it is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from shardkit.distributed.tensors import gathers_in_host_memory, is_dtensor, local_part, sharded_like
 from shardkit.optim import division
 from shardkit.optim.kernels import kind_of, parameters_of
-from shardkit.optim.parts import like_parameter, part_of_whole
+from shardkit.optim.parts import like_parameter, make_gradient_plain, part_of_whole
 from shardkit.optim.step_hooks import step_between_hooks
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class MuonStep:
         try:
             for group, parameters in zip(groups, found, strict=True):
                 group["params"] = [p for p in parameters if not is_dtensor(p)]
+                for parameter in group["params"]:
+                    make_gradient_plain(parameter)
             yield
         finally:
             for group, parameters in zip(groups, found, strict=True):

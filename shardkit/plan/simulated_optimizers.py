@@ -21,10 +21,10 @@ OptimizerFactory = Callable[[dict[str, nn.Parameter]], list[torch.optim.Optimize
 
 def optimizer_factory(name: str, kinds: Mapping[str, str] | None = None) -> OptimizerFactory:
     """The optimizer of that name, or the optimizers of `module:function`. `kinds`: that of each parameter, by name,
-    where they differ (`unit_sizes.optimizers_of`)."""
+    where it may be another (`unit_sizes.optimizers_of`)."""
     if ":" in name:
         return _given_optimizers(name)
-    if kinds and len(set(kinds.values())) > 1:
+    if kinds and {*kinds.values()} != {name}:
         return partial(_by_kind, kinds)
     known: dict[str, tuple[Any, dict[str, Any]]] = {
         "sgd": (torch.optim.SGD, {"lr": 0.1}),
