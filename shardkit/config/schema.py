@@ -127,19 +127,22 @@ def read_precision(value: Any) -> Any:
     return value.strip().lower() if isinstance(value, str) else value
 
 
-# Accelerate's names for DDP on other accelerators: the ranks take the one that their machine has.
-_MULTI_DEVICES = ("MULTI_XPU", "MULTI_HPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA")
+# Other names in Accelerate's files: of DDP on any accelerator, of which the ranks take what their machine has; older
+# ones of XLA, and of one process on a Mac's GPU.
+_DISTRIBUTED_TYPES = {
+    **dict.fromkeys(("MULTI_XPU", "MULTI_HPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA"), "MULTI_GPU"),
+    **{"TPU": "XLA", "MPS": "NO", "FALSE": "NO"},
+}
 
 
 def read_distributed_type(value: Any) -> Any:
-    """Any case; YAML reads an unquoted `NO` as False. Files of Accelerate name the kind of accelerator (MULTI_XPU);
-    older ones say TPU for XLA, and MPS for one process on a Mac's GPU."""
+    """Any case, and the names in `_DISTRIBUTED_TYPES`; YAML reads an unquoted `NO` as False."""
     if value is False or value is None:
         return "NO"
     if not isinstance(value, str):
         return value
     name = value.strip().upper()
-    return {"TPU": "XLA", "FALSE": "NO", "MPS": "NO", **dict.fromkeys(_MULTI_DEVICES, "MULTI_GPU")}.get(name, name)
+    return _DISTRIBUTED_TYPES.get(name, name)
 
 
 def read_strategy(value: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 from shardkit.distributed.tensors import is_dtensor, local_part, memory_of, sharded_like
 from shardkit.optim.kernels import kind_of, laid_out_as, lay_out_gradient
 from shardkit.optim.parts import has_shape_of, is_row, like_parameter, make_gradient_plain, part_of_whole
-from shardkit.optim.step_hooks import step_between_hooks
+from shardkit.optim.step_hooks import step_between_hooks, with_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -53,19 +53,14 @@ class LocalStep:
     @contextmanager
     def _on_parts(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Inside, the optimizer has this rank's local tensors, with their gradients and state."""
-        groups = optimizer.param_groups
-        found = [group["params"] for group in groups]
-        parts = [self._with_gradients(parameters) for parameters in found]
+        parts = [self._with_gradients(group["params"]) for group in optimizer.param_groups]
         self._take_state(optimizer)
         try:
             vars(optimizer)["state"], self._is_ahead = self._local, True
-            for group, of_group in zip(groups, parts, strict=True):
-                group["params"] = of_group
-            yield
+            with with_parameters(optimizer, parts):
+                yield
         finally:
             del vars(optimizer)["state"]
-            for group, parameters in zip(groups, found, strict=True):
-                group["params"] = parameters
             for part in self._parts.values():
                 part.tensor.grad = None  # else the gradient's memory would stay allocated
 

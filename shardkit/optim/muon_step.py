@@ -13,22 +13,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from shardkit.distributed.tensors import gathers_in_host_memory, is_dtensor, local_part, sharded_like
 from shardkit.optim import division
+from shardkit.optim.division import Shape
 from shardkit.optim.kernels import kind_of, parameters_of
 from shardkit.optim.parts import like_parameter, make_gradient_plain, part_of_whole
-from shardkit.optim.step_hooks import step_between_hooks
+from shardkit.optim.step_hooks import step_between_hooks, with_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
-
-_Shape: TypeAlias = tuple[int, ...]
 
 # What a param group of torch's Muon sets, and what torch orthogonalizes and scales with. Of another version, whose step
 # may differ, the optimizer's own step is taken.
@@ -71,21 +70,16 @@ class MuonStep:
     def _on_plain(self) -> Iterator[None]:
         """Updates the sharded matrices; inside, the optimizer has the others."""
         groups = self._optimizer.param_groups
-        found = [group["params"] for group in groups]
         matrices = [_Matrix(p, group) for group in groups for p in group["params"] if is_dtensor(p)]
         matrices = [matrix for matrix in matrices if matrix.parameter.grad is not None]
         with torch.no_grad():
             for mesh in dict.fromkeys(matrix.parameter.device_mesh for matrix in matrices):
                 self._update([matrix for matrix in matrices if matrix.parameter.device_mesh == mesh], _Ranks(mesh))
-        try:
-            for group, parameters in zip(groups, found, strict=True):
-                group["params"] = [p for p in parameters if not is_dtensor(p)]
-                for parameter in group["params"]:
-                    make_gradient_plain(parameter)
+        plain = [[p for p in group["params"] if not is_dtensor(p)] for group in groups]
+        for parameter in chain.from_iterable(plain):
+            make_gradient_plain(parameter)
+        with with_parameters(self._optimizer, plain):
             yield
-        finally:
-            for group, parameters in zip(groups, found, strict=True):
-                group["params"] = parameters
 
     def _update(self, matrices: Sequence[_Matrix], ranks: _Ranks) -> None:
         """A round's directions are on their way while the matrices of the one before are orthogonalized."""
@@ -112,10 +106,15 @@ class _Matrix:
         """The dim that is sharded."""
         return self.parameter.placements[-1].dim  # type: ignore[attr-defined]
 
-    def part_shapes(self, shards: int) -> list[_Shape]:
+    def part_shapes(self, shards: int) -> list[Shape]:
         """The shape of each shard's part."""
         shape, dim = self.parameter.shape, self.dim
         return [(*shape[:dim], length, *shape[dim + 1 :]) for length in division.lengths(shape[dim], shards)]
+
+    @property
+    def part(self) -> torch.Tensor:
+        """This rank's part."""
+        return local_part(self.parameter)
 
     def direction(self, state: dict[torch.Tensor, Any]) -> torch.Tensor:
         """What is to be orthogonalized, this rank's part of it; the momentum is updated."""
@@ -127,7 +126,7 @@ class _Matrix:
             row["momentum_buffer"] = sharded_like(torch.zeros_like(gradient), parameter)
         buffer = row["momentum_buffer"]
         if not is_dtensor(buffer):  # loaded from one process
-            buffer = part_of_whole(buffer, "momentum_buffer", parameter, local_part(parameter))
+            buffer = part_of_whole(buffer, "momentum_buffer", parameter, self.part)
             buffer = sharded_like(buffer, parameter)
         buffer = row["momentum_buffer"] = like_parameter(buffer, parameter)
         local = local_part(buffer).lerp_(gradient, 1 - momentum)
@@ -140,7 +139,7 @@ class _Matrix:
 
     def apply(self, update: torch.Tensor) -> None:
         """Weight decay and update, on this rank's part."""
-        group, local = self.group, local_part(self.parameter)
+        group, local = self.group, self.part
         lr: Any = group["lr"]
         lr = lr.squeeze() if isinstance(lr, torch.Tensor) else lr
         local.mul_(1 - lr * group["weight_decay"])
@@ -157,20 +156,20 @@ class _Ranks:
         self._group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
         self.rank = dist.get_rank(self._group)
         self.replicas = self.count // self.shards
-        self.replica, self.shard = divmod(self.rank, self.shards)
+        self.replica = self.rank // self.shards
         self._meeting_device = "cpu" if gathers_in_host_memory(mesh) else mesh.device_type
 
-    def in_replica(self, parts: Sequence[list[_Shape]]) -> list[list[_Shape]]:
+    def in_replica(self, parts: Sequence[list[Shape]]) -> list[list[Shape]]:
         """Those of the ranks in this replica, none of others."""
         return [of_rank if rank // self.shards == self.replica else [] for rank, of_rank in enumerate(parts)]
 
-    def message(self, parts: Iterable[Iterable[_Shape]]) -> torch.Tensor:
+    def message(self, parts: Iterable[Iterable[Shape]]) -> torch.Tensor:
         """Memory for parts of these shapes, for or from each rank."""
         numel = sum(map(_numel, parts))
         return torch.empty(numel, dtype=torch.bfloat16, device=self._meeting_device)
 
     def exchange(
-        self, sent: torch.Tensor, to_each: Sequence[Sequence[_Shape]], from_each: Sequence[Sequence[_Shape]]
+        self, sent: torch.Tensor, to_each: Sequence[Sequence[Shape]], from_each: Sequence[Sequence[Shape]]
     ) -> tuple[torch.Tensor, dist.Work | None]:
         """(what arrives, what to wait for before it is read)."""
         if self.count == 1:
@@ -193,7 +192,7 @@ class _Round:
     def __init__(self, owned: Sequence[Sequence[_Matrix]], ranks: _Ranks, state: dict[torch.Tensor, Any]) -> None:
         self._owned, self._ranks = owned, ranks
         self._mine = owned[ranks.rank]
-        self._to_owners = [[matrix.part_shapes(ranks.shards)[ranks.shard] for matrix in of_rank] for of_rank in owned]
+        self._to_owners: list[list[Shape]] = [[matrix.part.shape for matrix in of_rank] for of_rank in owned]
         shapes = [matrix.part_shapes(ranks.shards) for matrix in self._mine]
         self._to_shards = [[of_matrix[shard] for of_matrix in shapes] for shard in range(ranks.shards)]
         to_each, from_each = ranks.in_replica(self._to_owners), ranks.in_replica(self._to_shards * ranks.replicas)
@@ -230,11 +229,11 @@ class _Round:
             part.copy_(value)
 
 
-def _numel(shapes: Iterable[_Shape]) -> int:
+def _numel(shapes: Iterable[Shape]) -> int:
     return sum(map(prod, shapes))
 
 
-def _split(message: torch.Tensor, parts: Iterable[Iterable[_Shape]]) -> list[torch.Tensor]:
+def _split(message: torch.Tensor, parts: Iterable[Iterable[Shape]]) -> list[torch.Tensor]:
     """The message as tensors of these shapes, which share its memory."""
     shapes = list(chain.from_iterable(parts))
     views = message.split([prod(shape) for shape in shapes])

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+
+
+@contextmanager
+def with_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[list[torch.Tensor]]) -> Iterator[None]:
+    """Inside, the optimizer's param groups have these parameters, a list for each."""
+    groups = optimizer.param_groups
+    found = [group["params"] for group in groups]
+    try:
+        for group, own in zip(groups, parameters, strict=True):
+            group["params"] = own
+        yield
+    finally:
+        for group, own in zip(groups, found, strict=True):
+            group["params"] = own
 
 
 def step_between_hooks(

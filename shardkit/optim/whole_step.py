@@ -16,7 +16,7 @@ import torch
 from shardkit.distributed.tensors import is_dtensor, local_part, own_part, whole
 from shardkit.optim import division
 from shardkit.optim.parts import has_shape_of, is_row, make_gradient_plain, sharded_part
-from shardkit.optim.step_hooks import run_closure, step_between_hooks
+from shardkit.optim.step_hooks import run_closure, step_between_hooks, with_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -41,20 +41,16 @@ class WholeStep:
     def _on_whole(self, chunk: set[int]) -> Iterator[None]:
         """Inside, the optimizer has the chunk's parameters as full tensors, whose values are then written back."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
-        found = [group["params"] for group in groups]
-        parameters = [[p for p in of_group if id(p) in chunk] for of_group in found]
+        parameters = [[p for p in group["params"] if id(p) in chunk] for group in groups]
         whole = {p: _whole(p) for of_group in parameters for p in of_group}
         own: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         own.update({whole[p]: _whole_row(state[p], whole[p].device) for p in whole if p in state})
         try:
-            for group, of_group in zip(groups, parameters, strict=True):
-                group["params"] = [whole[p] for p in of_group]
             self._optimizer.state = own
-            yield
+            with with_parameters(self._optimizer, [[whole[p] for p in of_group] for of_group in parameters]):
+                yield
         finally:
             self._optimizer.state = state
-            for group, of_group in zip(groups, found, strict=True):
-                group["params"] = of_group
         with torch.no_grad():
             for parameter, value in whole.items():
                 if is_dtensor(parameter):

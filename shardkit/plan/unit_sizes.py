@@ -132,7 +132,7 @@ def layout(
     kinds = optimizers_of(tree, optimizer)
     sizes = _Sizes(used, found.shards, kinds, not is_sharded, ema)
     of_whole = [(n, p) for n, p in parameters.items() if p.trainable and needs_whole(kinds[n])]
-    split = {n: shard_dim(p.shape, found.shards) for n, p in of_whole if is_sharded and n not in decided.replicated}
+    split = {n: sizes.local_shape(p) for n, p in of_whole if is_sharded and n not in decided.replicated}
     early, late = _root_ends(tree, chosen)
     blocks = _block_counts(tree, chosen)
     units: list[UnitSizes] = []
@@ -222,7 +222,7 @@ class _Sizes:
     ) -> UnitSizes:
         """A shard of dim 0 is padded to ceil(dim 0 / shards) rows on every rank (FSDPParam._init_sharded_param). A
         shard of another dim is first gathered into a separate buffer (foreach_all_gather_copy_out)."""
-        rows = [(name, p, self._local_shape(p)) for name, p in parameters]
+        rows = [(name, p, self.local_shape(p)) for name, p in parameters]
         trainable = [(name, p, local) for name, p, local in rows if p.trainable]
         compute = None if keeps_dtype else self.dtypes.param
         reduce = "fp32" if keeps_dtype and self.dtypes.param else self.dtypes.reduce
@@ -261,7 +261,8 @@ class _Sizes:
     def _average_itemsize(self, parameter: Parameter) -> int:
         return averages.itemsize(self.ema, itemsize(parameter.dtype), parameter.trainable)
 
-    def _local_shape(self, parameter: Parameter) -> tuple[int, ...]:
+    def local_shape(self, parameter: Parameter) -> tuple[int, ...]:
+        """The shape of a shard, padded."""
         split = shard_dim(parameter.shape, self.shards)
         return tuple(ceil(size / self.shards) if dim == split else size for dim, size in enumerate(parameter.shape))
 

@@ -22,20 +22,16 @@ WHOLE_TENSORS = ("adafactor", "muon")
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """A parameter of such an optimizer. `shard_dim`: None where every rank holds it whole."""
+    """A parameter of such an optimizer. `part`: the shape of a shard, padded; None where every rank holds it whole."""
 
     shape: Shape
     itemsize: int
-    shard_dim: int | None
+    part: Shape | None
 
     @property
     def nbytes(self) -> int:
         """Of the whole tensor."""
         return prod(self.shape) * self.itemsize
-
-    def part_numel(self, shards: int) -> int:
-        """Elements of the first shard, the largest."""
-        return prod(division.lengths(n, shards)[0] if dim == self.shard_dim else n for dim, n in enumerate(self.shape))
 
 
 @dataclass(frozen=True)
@@ -66,8 +62,7 @@ def is_state_whole(name: str, shape: Shape) -> bool:
 
 
 def in_step(name: str, tensors: Sequence[WholeTensor], shards: int, replicas: int) -> InStep:
-    """What the step of such an optimizer makes and exchanges for these tensors, which the shards hold in equal chunks,
-    the last ones padded."""
+    """What the step of such an optimizer makes and exchanges for these tensors."""
     if check(name) == "muon":
         return _divided(tensors, shards, replicas)
     return _gathered(tensors, shards)
@@ -80,9 +75,9 @@ def _gathered(tensors: Iterable[WholeTensor], shards: int) -> InStep:
     for tensor in tensors:
         if chunk >= division.WHOLE_BYTES:
             chunk, held, largest = 0, 0, 0
-        if tensor.shard_dim is not None:
+        if tensor.part is not None:
             times = 2 if is_state_whole("adafactor", tensor.shape) else 3
-            gathered += [tensor.part_numel(shards) * shards * tensor.itemsize] * times
+            gathered += [prod(tensor.part) * shards * tensor.itemsize] * times
             if shards > 1:
                 chunk, held = chunk + 2 * tensor.nbytes, held + times * tensor.nbytes
         # torch/optim/_adafactor.py, _single_tensor_adafactor, its default: the update.
@@ -93,22 +88,22 @@ def _gathered(tensors: Iterable[WholeTensor], shards: int) -> InStep:
 
 def _divided(tensors: Sequence[WholeTensor], shards: int, replicas: int) -> InStep:
     """The messages of a round are on their way while the matrices of the one before are orthogonalized."""
-    sharded = [tensor for tensor in tensors if tensor.shard_dim is not None]
-    planned = division.rounds([tensor.shape for tensor in sharded], shards * replicas)
-    whole = [prod(tensor.shape) * division.MUON_ITEMSIZE for tensor in sharded]
-    parts = [tensor.part_numel(shards) * division.MUON_ITEMSIZE for tensor in sharded]
-    temporary = [_of_muon(tensor.shape, division.MUON_ITEMSIZE) for tensor in sharded]
+    plain = [tensor for tensor in tensors if tensor.part is None]
+    sharded = [(tensor, tensor.part) for tensor in tensors if tensor.part is not None]
+    planned = division.rounds([tensor.shape for tensor, _ in sharded], shards * replicas)
+    whole = [prod(tensor.shape) * division.MUON_ITEMSIZE for tensor, _ in sharded]
+    parts = [prod(part) * division.MUON_ITEMSIZE for _, part in sharded]
+    temporary = [_of_muon(tensor.shape, division.MUON_ITEMSIZE) for tensor, _ in sharded]
     # By round: what the first rank sends, its own part included, and the matrices that it gets.
     sent = [sum(parts[index] for index in chain(*owned[:shards])) for owned in planned]
     received = [sum(whole[index] for index in owned[0]) for owned in planned]
-    made = [max((_of_muon(t.shape, t.itemsize) for t in tensors if t.shard_dim is None), default=0)]
+    made = [max((_of_muon(tensor.shape, tensor.itemsize) for tensor in plain), default=0)]
     for number, owned in enumerate(planned):
         copies = received[number] * replicas if replicas > 1 else 0
         back = copies + sum(parts[index] for index in chain(*owned))
         ahead = sum(sent[number + 1 : number + 2]) + sum(received[number + 1 : number + 2])
         made.append(ahead + received[number] + max([back, *(temporary[index] for index in owned[0])]))
-    own = [*(tensor for tensor in tensors if tensor.shard_dim is None)]
-    own += [sharded[index] for owned in planned for index in owned[0]]
+    own = plain + [sharded[index][0] for owned in planned for index in owned[0]]
     return InStep(
         made=max(made),
         flops=sum(division.cost(tensor.shape) * _ITERATIONS * _OPERATIONS for tensor in own),
