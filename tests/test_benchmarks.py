@@ -200,3 +200,10 @@ def test_faults_knows_a_rank_that_left() -> None:
 def test_faults_knows_which_machine_a_screen_calls_lost() -> None:
     screen = "launch: lost machine 1 (node-b): no sign of life for 30 s."
     assert faults.names_it(screen, 3, 1, "launcher") and not faults.names_it(screen, 3, 0, "launcher")
+
+
+@pytest.mark.loops
+def test_generate(tmp_path: Path) -> None:
+    sizes = ("--layers=1", "--width=16", "--tokens=2", "--rounds=2")
+    result = result_of(tmp_path, "benchmarks.generate", *sizes)
+    assert len(result["generate"]["rounds"]) == 4

@@ -33,6 +33,7 @@ NOT_IN_THE_PLAN = {
     "fsdp.forward_prefetch": "simulated by training's own code; the closed form counts one unit ahead",
     "fsdp.sync_module_states": "before the first step",
     "shardkit.seed": "no effect on sizes",
+    "shardkit.unsharded_generate": "generation, which is not in the plan",
     "shardkit.log_speed": "no effect on sizes",
     "shardkit.end_window_with_data": "no effect on a full window",
     "shardkit.ddp_find_unused_parameters": "changes the order of reductions, not their bytes",

@@ -539,6 +539,9 @@ class ShardkitConfig(Section):
     end_window_with_data: Bool = True
     """The last batch of a loader ends an accumulation window early; false: the window continues in the next epoch."""
 
+    unsharded_generate: Bool = False
+    """Under FSDP, `model.generate` gathers all weights once (in the compute dtype), instead of for each token."""
+
     log_speed: Bool = False
     """`accelerator.log` adds seconds per step, samples and tokens per second, MFU on known GPUs, and peak memory."""
 

@@ -55,6 +55,12 @@ def _of_the_engine(config: Config) -> Iterator[Rule]:
         because,
     )
     yield Rule(
+        ("shardkit.unsharded_generate",),
+        config.mode == "fsdp",
+        f"has no effect with {how}; only FSDP on other devices than TPUs gathers weights for each token.",
+        because,
+    )
+    yield Rule(
         ("fsdp.backward_prefetch", "fsdp.forward_prefetch"),
         not shards_on_xla(config),
         "has no effect with distributed_type XLA; the compiler decides when parameters are gathered.",

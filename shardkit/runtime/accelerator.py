@@ -37,7 +37,17 @@ from shardkit.distributed.seed import set_seed
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
-from shardkit.runtime import ending, measure, prepare, settings, settings_objects, speed, summary, unsupported
+from shardkit.runtime import (
+    distributed_model,
+    ending,
+    measure,
+    prepare,
+    settings,
+    settings_objects,
+    speed,
+    summary,
+    unsupported,
+)
 from shardkit.runtime.checkpoints.checkpointing import Checkpointing
 from shardkit.runtime.communication import Communication
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
@@ -223,6 +233,16 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
             precision.restore_forward(inner)
         compiled = model.module if isinstance(model, DistributedDataParallel) else model
         return compiled if keep_torch_compile else inner
+
+    def unsharded(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Inside, each rank has the whole weights of these prepared models (without any: of all) in the compute dtype.
+
+        For generation and evaluation: forwards gather nothing, and under `torch.no_grad()` need no other rank. Ranks
+        may make any number of them, or one rank alone, also under DDP (which otherwise broadcasts buffers). It takes
+        the memory of the whole model. Collective at its begin. Raises UsageError if weights are changed inside.
+        """
+        self._begin("unsharded")
+        return distributed_model.unsharded(self._run, models)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The loader; its next iteration skips the first `num_batches` batches of the epoch."""

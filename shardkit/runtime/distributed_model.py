@@ -1,6 +1,7 @@
 """A model is sharded once, whatever prepares it again: the same run, or another Accelerator."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,30 @@ def load(run: Run, model: nn.Module, weights: str | Path | None) -> None:
         from shardkit.sharding.parallelize import load_weights
 
         load_weights(unwrapped(model), run.config, run.process, Path(weights))
+
+
+@contextmanager
+def unsharded(run: Run, models: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, each rank has the models' whole weights for its forwards. Collective at its begin. Raises UsageError."""
+    from shardkit.sharding import parallelize
+
+    known = [*run.models, *run.evaluated]
+    given = [_prepared(model, known) for model in models] or known
+    with ExitStack() as entered:
+        for model in given:
+            entered.enter_context(parallelize.unsharded(model))
+        yield
+
+
+def _prepared(model: nn.Module, known: Iterable[nn.Module]) -> nn.Module:
+    """The prepared model that is given, or inside which the given one is. Raises UsageError."""
+    for one in known:
+        if one is model or unwrapped(one) is unwrapped(model):
+            return one
+    raise UsageError(
+        f"accelerator.unsharded: takes prepared models (got a {type(model).__name__}); give it what prepare returned, "
+        "or nothing, for all models."
+    )
 
 
 def _cut_of(run: Run) -> Any:

@@ -53,6 +53,7 @@ class Replica(DistributedDataParallel):
         self._reduce_in, self._section, self._settings = reduce_in, section, settings
         self._may_be_unused = settings["find_unused_parameters"] or section.static_graph
         self.at_end_of_backward: list[Callable[[], None]] = []
+        self.is_alone = False  # its forwards without gradients need no other rank; torch's broadcast buffers
         self._engage(model)
         # Of a replica whose torch reducer is gone, the parameters that it reduces by itself.
         self._left: list[nn.Parameter] | None = None
@@ -146,7 +147,7 @@ class Replica(DistributedDataParallel):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._left is not None:
+        if self._left is not None or (self.is_alone and not torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
         kinds = self._present_kinds()
         # torch's reducer works neither in transforms of torch.func nor in forward mode.

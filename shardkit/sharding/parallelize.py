@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,6 +112,25 @@ def at_end_of_backward(model: nn.Module, call: Callable[[], None]) -> None:
         model.at_end_of_backward.append(call)
     else:
         watch_backward(model, lambda _: call())
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Inside, forwards without gradients of a model that `parallelize` returned need no other rank. Collective at its
+    begin. UsageError if weights change inside."""
+    if is_fsdp(model):
+        from shardkit.sharding.fsdp.unsharded import unsharded as of_fsdp
+
+        with of_fsdp(model):
+            yield
+    elif isinstance(model, Replica):
+        before, model.is_alone = model.is_alone, True
+        try:
+            yield
+        finally:
+            model.is_alone = before
+    else:
+        yield
 
 
 def units_and_blocks(model: nn.Module, config: Config) -> tuple[Units, list[nn.Module]]:

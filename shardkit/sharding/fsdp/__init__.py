@@ -4,9 +4,10 @@ Only this folder uses private parts of FSDP2, and for gradients that wait `gradi
 `offloaded_gradients` beside it.
 
 a model             shard_model
-a unit              unit_state, entries; in backward: outputs, autograd_grad, unused_parameters, recomputation
+a unit              unit_state, entries, written; in backward: outputs, autograd_grad, unused_parameters, recomputation
 after an error      recovery
 a deep copy         copies
+whole for a while   unsharded
 ranks that differ   trace
 what torch keeps    internals
 """

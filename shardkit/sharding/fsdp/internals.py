@@ -111,6 +111,21 @@ def modules_below(state: Any) -> Iterator[nn.Module]:
     return iter({id(module): module for head in heads for module in below(head)}.values())
 
 
+@contextmanager
+def generating_alone(model: nn.Module) -> Iterator[None]:
+    """Inside, Transformers' `generate` does not take the model for a sharded one, whose ranks all go on until the last
+    of them has ended: it looks for a mark of fully_shard's."""
+    mark = "_is_fsdp_managed_module"
+    marked = [vars(one) for one in model.modules() if mark in vars(one) and hasattr(type(one), "generate")]
+    for attributes in marked:
+        attributes[mark] = False
+    try:
+        yield
+    finally:
+        for attributes in marked:
+            attributes[mark] = True
+
+
 def gather_by(parameter: FSDPParam, around: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replaces this rank's shard by a tensor subclass made by `around`, whose `fsdp_pre_all_gather` and
     `fsdp_post_all_gather` then decide how the parameter is gathered."""

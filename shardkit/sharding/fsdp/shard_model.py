@@ -23,7 +23,7 @@ from shardkit.distributed.tensors import every_parameter, is_dtensor, local_part
 from shardkit.errors import ModelError, UsageError
 from shardkit.model.cut import shard_dim
 from shardkit.sharding import hooks, original_parameters, parameters, precision
-from shardkit.sharding.fsdp import internals, outputs, unit_state, unused_parameters
+from shardkit.sharding.fsdp import internals, outputs, unit_state, unsharded, unused_parameters
 from shardkit.sharding.fsdp.copies import DeepCopy
 from shardkit.sharding.fsdp.trace import COMPARED, Trace
 from shardkit.sharding.gradient_sync import GradientMean, drop_unreduced, sync_with_model
@@ -180,6 +180,8 @@ def finish(
     unit_state.finish(model, compiled)
     if config.shardkit.ddp_find_unused_parameters:
         unit_state.at_end_of_backward(model, (), partial(unused_parameters.drop, internals.groups_of_model(model)))
+    if config.shardkit.unsharded_generate:
+        unsharded.generate_unsharded(model)
     means = GradientMean(units.replicated.values(), config.shardkit.ddp_find_unused_parameters)
     if means.parameters and config.num_processes > 1:
         sync_with_model(model, means)

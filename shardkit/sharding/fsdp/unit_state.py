@@ -18,21 +18,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import active_fake_mode
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.distributed.tensor import DTensor
 
-from shardkit.distributed.tensors import flat_bytes, is_composed, local_part, outside_inference_mode, own_part
+from shardkit.distributed.tensors import outside_inference_mode
 from shardkit.errors import ModelError, UsageError
 from shardkit.sharding.activation import gathering
-from shardkit.sharding.fsdp import autograd_grad, entries, unused_parameters
+from shardkit.sharding.fsdp import autograd_grad, entries, unused_parameters, written
 from shardkit.sharding.fsdp.internals import (
     groups_of,
     has_gradient,
@@ -64,6 +62,8 @@ class _Pass:
     is_second_due_again: bool = False
     """A backward ends before that one, or keeps the graph for another (retain_graph=True): gradients are reduced,
     nothing is freed."""
+    is_unsharded: bool = False
+    """Inside `unsharded`: every unit keeps its gathered values from forward to forward."""
     before_forward: list[Callable[[], None]] = field(default_factory=list)
     """Called before each forward, at the first unit that it enters."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class UnitState(FSDPState):
     _pass: _Pass
 
     def _root_pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._state_ctx.iter_forward_root is None and not is_in_backward():
+        if self._state_ctx.iter_forward_root is None and not (is_in_backward() or self._pass.is_unsharded):
             for call in self._pass.before_forward:
                 call()
         if args or kwargs:
@@ -130,8 +130,8 @@ class UnitGroup(FSDPParamGroup):
     _used: tuple[bool, ...] = ()  # for each parameter, whether the last backward reached it
     _reached: list[bool] | None = None  # as `unused_parameters` says
     _on_gathered: Callable[[FSDPParam], None]
-    _as_gathered: list[tuple[int, int]]
-    _compared: int = 0  # forwards after which the gathered values were compared with the shard
+    _writes: written.Writes
+    _changed_shards: written.ChangedShards | None = None  # while `keep` holds
     _left: LeftOnModules | None = None
     _turns: Turns | None = None  # of the model, where its gradients are in host memory
 
@@ -139,27 +139,19 @@ class UnitGroup(FSDPParamGroup):
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self._training_state != TrainingState.FORWARD:
-            self._to_sharded()  # what an earlier forward left may be stale by now
-            self._refuse_foreign_values()
+            if self._changed_shards is None:
+                self._to_sharded()  # what an earlier forward left may be stale by now
+            else:
+                self._changed_shards.refuse()
+            written.refuse_replaced(self.fsdp_params)
             refuse_transforms()
             if torch.is_inference_mode_enabled():
-                self._gather_for_inference()
+                self._gather_outside_inference_mode()
         return super().pre_forward(module, args, kwargs)
-
-    def _refuse_foreign_values(self) -> None:
-        """Refuses other values in the place of a sharded parameter: the gathered ones would replace them."""
-        for parameter in self.fsdp_params:
-            info = parameter._module_info
-            if info.module._parameters.get(info.param_name) is not parameter.sharded_param:
-                raise UsageError(
-                    f"forward: {parameter._param_fqn or info.param_name} is not the parameter that prepare put there "
-                    "(got another one, or torch.func.functional_call); change and tie modules before prepare, set "
-                    "values by p.data = ..., or use strategy NO_SHARD."
-                )
 
     def post_forward(self, module: Any, input: Any, output: Any) -> Any:
         if self.is_unsharded and not is_in_backward():
-            self._refuse_writes()
+            self._writes.refuse()
         output = super().post_forward(module, input, output)
         if is_in_backward():
             return output
@@ -180,27 +172,10 @@ class UnitGroup(FSDPParamGroup):
         if is_outermost and any(parameter.offload_to_cpu for parameter in self.fsdp_params):
             self.comm_ctx.all_gather_copy_in_stream.synchronize()
 
-    def _refuse_writes(self) -> None:
-        """Refuse other values in gathered parameters: they would be lost when these are freed, or be in no save. What
-        is written through `p.data` in place leaves no trace: the first two forwards with gradients compare all."""
-        is_compared = self._compared < 2 and torch.is_grad_enabled() and active_fake_mode() is None
-        self._compared += is_compared
-        for number, parameter in enumerate(self.fsdp_params):
-            info, gathered = parameter._module_info, parameter._unsharded_param
-            is_there = info.module._parameters.get(info.param_name) is gathered
-            before, self._as_gathered[number] = self._as_gathered[number], _writes_to(gathered)
-            may_differ = self._as_gathered[number] != before or (is_compared and not is_composed(gathered.detach()))
-            if not is_there or (may_differ and _differs_from_shard(parameter)):
-                raise UsageError(
-                    f"forward: {parameter._param_fqn or info.param_name} was written during forward, and the new "
-                    "values would be lost; write to parameters outside of forward, such as after the optimizer's step, "
-                    "or use strategy NO_SHARD."
-                )
-
     def _is_trained(self) -> bool:
         return any(parameter.sharded_param.requires_grad for parameter in self.fsdp_params)
 
-    def _gather_for_inference(self) -> None:
+    def _gather_outside_inference_mode(self) -> None:
         """torch makes the gathered parameters once, at the first forward: ones made in inference mode never train."""
         with outside_inference_mode():
             self.unshard()
@@ -209,7 +184,8 @@ class UnitGroup(FSDPParamGroup):
     # ---- gathering ----
 
     def unshard(self, async_op: bool = False) -> None:
-        if self._is_parked and self._training_state == TrainingState.PRE_BACKWARD:
+        is_kept = self._training_state == TrainingState.PRE_BACKWARD or self._changed_shards is not None
+        if self._is_parked and is_kept:
             return
         self._drop_parked()
         is_alone = self._all_gather_process_group.size() == 1  # holds its parameters whole: a gather meets no rank
@@ -229,7 +205,23 @@ class UnitGroup(FSDPParamGroup):
             for parameter in self.fsdp_params:
                 self._on_gathered(parameter)
             if not was_unsharded:
-                self._as_gathered = [_writes_to(parameter._unsharded_param) for parameter in self.fsdp_params]
+                self._writes.note_gathered()
+
+    def keep(self) -> None:
+        """Gathers the values for all forwards until `release`."""
+        self._to_sharded()
+        self._gather_outside_inference_mode()
+        self._changed_shards = written.ChangedShards(self.fsdp_params)
+        self._park()
+
+    def refuse_stale(self) -> None:
+        """UsageError if the shards have other values than those that `keep` has gathered."""
+        if self._changed_shards is not None:
+            self._changed_shards.refuse(compares=True)
+
+    def release(self) -> None:
+        self._changed_shards = None
+        self._to_sharded()
 
     def _park(self) -> None:
         """Keeps the gathered values for backward; the module shows its sharded parameters until then."""
@@ -257,7 +249,8 @@ class UnitGroup(FSDPParamGroup):
                 parameter.free_unsharded_param()
 
     def _to_sharded(self) -> None:
-        if self._state._pass.is_second_due or self._state._pass.is_second_due_again:
+        is_due = self._state._pass.is_second_due or self._state._pass.is_second_due_again
+        if is_due or self._changed_shards is not None:
             if self.is_unsharded:
                 self._park()
             return
@@ -325,23 +318,9 @@ def adopt(model: nn.Module, on_gathered: Callable[[FSDPParam], None]) -> Trace:
             group.__class__ = UnitGroup
             group._state, group._number, group._turns = state, number, turns
             group._on_gathered = _Once(state, on_gathered)
+            group._writes = written.Writes(group.fsdp_params)
     set_trace(model, shared.trace)
     return shared.trace
-
-
-def _writes_to(gathered: torch.Tensor) -> tuple[int, int]:
-    """Changes when a tensor is written in place, or is given other values by `p.data = ...`."""
-    return gathered._version, gathered.untyped_storage()._cdata
-
-
-def _differs_from_shard(parameter: FSDPParam) -> bool:
-    """Whether this rank's part of a gathered parameter has other values than its shard; the other ranks compare theirs.
-    torch's parametrizations write a tensor to itself when they are registered, as for PEFT's target_parameters."""
-    gathered, sharded = parameter._unsharded_param.detach(), cast(DTensor, parameter.sharded_param)
-    if is_composed(gathered):  # not comparable
-        return True
-    mine = local_part(sharded).to(gathered.device, gathered.dtype)
-    return not torch.equal(flat_bytes(own_part(gathered, sharded)), flat_bytes(mine))  # NaN is equal to itself there
 
 
 class _Once:
