@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from shardkit import Accelerator, ProjectConfiguration
 from shardkit.checkpoint.files import folder, manifest
 from shardkit.checkpoint.saving import retention
+from shardkit.cli import main as command_line
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.runtime.checkpoints import saving
 from tests.numbered_runs import in_parts, run_of, train, uninterrupted
@@ -370,6 +371,39 @@ def keep_some(project, limit):
 def test_retention_keeps_the_newest_the_multiples_and_the_pinned(ranks, tmp_path):
     names = ["step-00000003", "step-00000003.PIN", "step-00000004", "step-00000006", "step-00000007"]
     assert ranks.run(2, keep_some, tmp_path, 2)[0] == [".lock", "LATEST", *names]
+
+
+def diverge(project):
+    """Steps 1 to 7 with a save after each, with NaN in one weight from step 3 on, then a resume of the newest."""
+    run, said = run_of(project, limit=2), []
+    for step in range(1, 8):
+        train(run, 1)
+        if step == 3:
+            weight = next(parameter for parameter in run[1].parameters() if parameter.ndim == 2)
+            with torch.no_grad():
+                weight[-1].fill_(torch.nan)
+        with log_lines("shardkit.checkpoint") as lines:
+            run[0].save_state()
+        said += [line for line in lines if "NaN" in line]
+    run = run_of(project, limit=2)
+    with log_lines("shardkit") as lines:
+        run[0].load_state()
+    said += [line for line in lines if "NaN" in line]
+    return sorted(path.name for path in (project / "checkpoints").glob("step-*")), said
+
+
+def test_retention_keeps_the_last_checkpoint_before_weights_became_nan(ranks, tmp_path, capsys):
+    names, said = ranks.run(2, diverge, tmp_path)[0]
+    assert names == ["step-00000002", "step-00000006", "step-00000007"]
+    assert len(said) == 6 and all("step-00000002" in line for line in said)
+    assert "the weights that were loaded have NaN values" in said[-1]
+    assert command_line.run(["checkpoint", "list", str(tmp_path)]) == 0
+    marked = [line.split()[1] for line in capsys.readouterr().out.splitlines() if "NaN" in line]
+    assert sorted(marked) == ["6", "7"]
+    assert command_line.run(["checkpoint", "inspect", str(tmp_path / "checkpoints/step-00000007")]) == 0
+    assert "NaN       in " in capsys.readouterr().out
+    assert command_line.run(["checkpoint", "prune", str(tmp_path), "--keep-last", "1", "--dry-run"]) == 0
+    assert [line.split("/")[-1] for line in capsys.readouterr().out.splitlines()[:-1]] == ["step-00000006"]
 
 
 def save_config(project):

@@ -5,9 +5,11 @@ import shutil
 from datetime import datetime, timedelta
 
 import pytest
+import torch
 
 from shardkit.checkpoint.files import folder, manifest
-from shardkit.checkpoint.saving import commit, retention
+from shardkit.checkpoint.files.layout import Box, Chunk
+from shardkit.checkpoint.saving import commit, nan, retention
 from shardkit.errors import CheckpointError
 from tests import checkpoints
 from tests.checkpoints import prepared
@@ -109,3 +111,20 @@ def test_a_pin_of_a_checkpoint_that_is_gone_is_an_error(root):
     with pytest.raises(CheckpointError, match="was deleted before it was pinned"):
         retention.pin(gone)
     assert not retention.is_pinned(gone)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "section", "is_named"),
+    [
+        ([1.0, torch.nan], torch.float32, "model", True),
+        ([1.0, torch.nan], torch.bfloat16, "model_1", True),
+        ([1.0, -torch.inf], torch.float32, "model", False),  # a mask
+        ([torch.inf, -torch.inf], torch.float16, "model", False),
+        ([6e4] * 4, torch.float16, "model", False),
+        ([1.0, torch.nan], torch.float64, "optim", False),
+        ([1, 2], torch.int64, "model", False),
+    ],
+)
+def test_weights_with_nan_are_named(values, dtype, section, is_named):
+    piece = Chunk("weight", Box((0,), (len(values),)), "F32"), torch.tensor(values, dtype=dtype)
+    assert nan.names({section: [piece, piece], "model_2": []}) == (["weight"] if is_named else [])

@@ -104,7 +104,7 @@ def _row(path: Place) -> dict[str, Any]:
         record = folder.inspect(path)
     except (CheckpointError, OSError) as error:
         return {**row, "problem": checkpoint_text.problem(error, path)}
-    names = ("step", "kind", "world_size", "bytes", "created_utc", "epoch", "samples_seen", "save_id", "run_id")
+    names = ("step", "kind", "world_size", "bytes", "created_utc", "epoch", "samples_seen", "save_id", "run_id", "nan")
     return row | {name: getattr(record, name) for name in names}
 
 

@@ -6,7 +6,7 @@ from shardkit import sizes
 from shardkit.cli.advice import ADVICE
 from shardkit.errors import CheckpointError
 from shardkit.storage.url import Place
-from shardkit.wording import counted
+from shardkit.wording import counted, first_few
 
 if TYPE_CHECKING:
     from shardkit.checkpoint.commands.compare import CheckpointDifference, Magnitude
@@ -16,7 +16,7 @@ def row(row: dict[str, Any]) -> str:
     """One checkpoint of a list; with its name if it is not named by its step."""
     if row["problem"]:
         return f"step {'?' if row['step'] is None else row['step']:>8}  DAMAGED  {row['problem']}"
-    marks = [name for name in ("latest", "pinned") if row[name]]
+    marks = [name for name, key in (("latest", "latest"), ("pinned", "pinned"), ("NaN", "nan")) if row[key]]
     facts = f"{row['kind']:<7}  {counted(row['world_size'], 'rank'):>9}  {sizes.in_words(row['bytes']):>9}  {date(row)}"
     name = [] if row["name"] is None else [row["name"]]
     return "  ".join([f"step {row['step']:>8}", facts, ", ".join(["complete", *marks]), *name])
@@ -38,6 +38,8 @@ def facts(facts: dict[str, Any]) -> list[str]:
             kinds, tied = ", ".join(part["dtypes"]), f"; {len(part['tied'])} tied" if part["tied"] else ""
             held = f"{sizes.in_words(part['bytes'])}, {counted(part['tensors'], 'tensor')}"
             lines.append(f"  {section:<9} {held}, {part['elements']:,} elements, {kinds}{tied}")
+    if facts["nan"]:
+        lines.append(f"  NaN       in {first_few(facts['nan'], 3)}")
     if own := facts.get("own"):
         files = f", {counted(own['files'], 'file')} of {sizes.in_words(own['bytes'])}" if own["files"] else ""
         lines.append(f"  per rank  {', '.join(own['of'])}: different on each rank{files}")

@@ -8,7 +8,7 @@ from shardkit.checkpoint.files.verify import Checkpoint
 def facts(found: Checkpoint) -> dict[str, Any]:
     """What a checkpoint is and holds, as JSON values: step, ranks, versions, sizes by section."""
     record = found.manifest
-    names = ("kind", "step", "epoch", "samples_seen", "world_size", "mesh", "created_utc", "save_id", "run_id")
+    names = ("kind", "step", "epoch", "samples_seen", "world_size", "mesh", "created_utc", "save_id", "run_id", "nan")
     known = {"path": str(found.path), **{name: getattr(record, name) for name in (*names, "parent", "digest")}}
     known |= {"versions": record.versions, "bytes": record.bytes, "files": len(record.every_file)}
     known["sections"] = {

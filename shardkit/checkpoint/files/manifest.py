@@ -82,6 +82,8 @@ class Manifest:
     """Files that the user's hooks added: verified like the rest, but not opened by a reader."""
     data: str | None = None
     """The subfolder with the files; None: they are next to the manifest."""
+    nan: list[str] = field(default_factory=list)
+    """Some of the model's tensors that have NaN values."""
 
     def stored(self, name: str) -> str:
         """The path of a file, relative to the manifest's folder."""
@@ -107,6 +109,8 @@ def to_bytes(manifest: Manifest) -> bytes:
         del value["additions"]  # so that files of older versions stay byte-identical
     if manifest.data is None:
         del value["data"]
+    if not manifest.nan:
+        del value["nan"]
     value["self_sha256"] = hashlib.sha256(disk.to_json(value)).hexdigest()
     return disk.to_json(value)
 
@@ -238,6 +242,8 @@ def _from_json(value: dict[str, Any]) -> Manifest:
     given["additions"] = {name: _file(name, file, value["world_size"], is_added=True) for name, file in added.items()}
     if twice := given["files"].keys() & given["additions"].keys():
         raise ValueError(f"a file is listed twice (got {min(twice)!r})")
+    if not (isinstance(nan := value.get("nan", []), list) and all(map(_is_text, nan))):
+        raise ValueError(f"nan has another form (got {str(nan)[:80]!r})")
     if given.get("data") is not None and not DATA.fullmatch(given["data"]):
         raise ValueError(f"an invalid folder name (got {given['data']!r})")
     return Manifest(**given)

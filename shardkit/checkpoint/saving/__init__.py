@@ -1,7 +1,7 @@
 """A save: complete, or not there.
 
 request       save_request, async_save, lock
-one save      opening, put, write, attempt, commit
+one save      opening, put, nan, write, attempt, commit
 into a store  in_store
 afterwards    retention, additions
 before all    shared_storage: before training

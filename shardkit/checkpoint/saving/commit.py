@@ -19,7 +19,7 @@ from shardkit.checkpoint.files import digest as digests
 from shardkit.checkpoint.files import disk, folder, manifest
 from shardkit.checkpoint.files.layout import Index, is_model
 from shardkit.checkpoint.files.manifest import File, Manifest
-from shardkit.checkpoint.saving import in_store, retention
+from shardkit.checkpoint.saving import in_store, nan, retention
 from shardkit.checkpoint.saving.additions import PROBE
 from shardkit.checkpoint.saving.save_request import PreparedSave, SaveRequest
 from shardkit.errors import CheckpointError
@@ -30,8 +30,11 @@ from shardkit.wording import words
 log = get_logger(__name__)
 
 
-def commit(prepared: PreparedSave, written: list[dict[str, list[Any]]]) -> None:
-    """On rank 0: write the manifest, then rename the folder. In a store, writing the manifest is the commit."""
+def commit(prepared: PreparedSave, written: list[tuple[dict[str, list[Any]], list[str]]]) -> None:
+    """On rank 0: write the manifest, then rename the folder. In a store, writing the manifest is the commit.
+
+    `written`: of each rank the files, as {name: [bytes, digest]}, and the names of weights that are NaN.
+    """
     temporary, final = prepared.temporary, prepared.request.final
     record = _manifest(prepared, written)
     if isinstance(temporary, Path):
@@ -84,6 +87,7 @@ def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> No
             if request.keep_last:
                 kept = {request.save_id, *([request.parent] if request.parent else [])}
                 retention.apply(request.final.parent, request.keep_last, request.keep_every, kept)
+        nan.warn(request.final, record, "saved")
         if prepared.attempt is not None:
             in_store.tidy(prepared.attempt)
     except (CheckpointError, OSError) as error:
@@ -128,7 +132,7 @@ def is_taken(final: Path) -> bool:
     return final.exists() and (not final.is_dir() or any(final.iterdir()))
 
 
-def _manifest(prepared: PreparedSave, written: list[dict[str, list[Any]]]) -> Manifest:
+def _manifest(prepared: PreparedSave, written: list[tuple[dict[str, list[Any]], list[str]]]) -> Manifest:
     request, index = prepared.request, prepared.index
     config = request.config_text
     return Manifest(
@@ -147,10 +151,11 @@ def _manifest(prepared: PreparedSave, written: list[dict[str, list[Any]]]) -> Ma
         versions={"shardkit": shardkit.__version__, "torch": torch.__version__, "python": platform.python_version()},
         sections=list(index.sections),
         digest=request.digest,
-        files=_files(written),
+        files=_files([files for files, _ in written]),
         version=_version(prepared.common, prepared.own, prepared.added, isinstance(request.final, Url)),
         additions=prepared.added,
         data=request.save_id if isinstance(request.final, Url) else None,
+        nan=list(dict.fromkeys(name for _, names in written for name in names))[: nan.MOST],
     )
 
 

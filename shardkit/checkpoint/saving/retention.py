@@ -60,7 +60,8 @@ def expendable(
 
     Kept are: the newest `keep_last` complete ones, multiples of `keep_every` steps, pinned ones, those whose save_id is
     in `protected`, links, and everything that is not a shardkit checkpoint or cannot be read. The newest is the one
-    that was committed last: higher steps can exist from before a run resumed from an earlier step.
+    that was committed last: higher steps can exist from before a run resumed from an earlier step. Where the weights of
+    all the newest are NaN, the newest whose are not is kept, too.
 
     `is_good(path)` may check the contents of those that would count among the newest: one that is not good is kept, but
     not counted. It is not used after a commit, since reading whole checkpoints would delay training.
@@ -70,20 +71,33 @@ def expendable(
     """
     committed = [(found, record) for found in folder.steps(root) if (record := _record(found.path)) is not None]
     committed.sort(key=lambda item: (item[1].created_utc, item[0].step), reverse=True)
-    good = 0
-    while committed and good < max(1, keep_last):
+    newest: list[_Record] = []
+    while committed and len(newest) < max(1, keep_last):
         found, record = committed.pop(0)
-        good += _is_whole(found.path, record) and is_good(found.path)
+        if _is_whole(found.path, record) and is_good(found.path):
+            newest.append(record)
+    before_nan = None
+    if all(record.is_nan for record in newest):
+        usable = (found for found, record in committed if not record.is_nan and _is_whole(found.path, record))
+        before_nan = next((found for found in usable if is_good(found.path)), None)
     candidates = [
         found
         for found, record in committed
-        if record.save_id not in protected
+        if found is not before_nan
+        and record.save_id not in protected
         and not (keep_every and found.step % keep_every == 0)
         and not is_pinned(found.path)
         and not (isinstance(found.path, Path) and found.path.is_symlink())
         and _is_whole(found.path, record)
     ]
     return sorted(candidates, key=lambda found: found.step)
+
+
+def newest_before_nan(root: Place) -> Place | None:
+    """The checkpoint of the series that was committed last and has no NaN among its weights."""
+    known = [(record, found.path) for found in folder.steps(root) if (record := _record(found.path)) is not None]
+    usable = [(record.created_utc, path) for record, path in known if not record.is_nan]
+    return max(usable, key=lambda one: one[0])[1] if usable else None
 
 
 def times(root: Place) -> list[str]:
@@ -96,6 +110,7 @@ class _Record(NamedTuple):
 
     created_utc: str
     save_id: str
+    is_nan: bool
     version: Hashable
 
 
@@ -116,7 +131,7 @@ def _version(path: Place) -> Hashable:
 @lru_cache(maxsize=_CACHED)
 def _read(path: Place, version: Hashable) -> _Record:
     found = manifest.read(path)
-    return _Record(found.created_utc, found.save_id, version)
+    return _Record(found.created_utc, found.save_id, bool(found.nan), version)
 
 
 @lru_cache(maxsize=_CACHED)

@@ -6,6 +6,7 @@ from shardkit.checkpoint.files import paths
 from shardkit.checkpoint.loading import locate, read
 from shardkit.checkpoint.loading.load_plan import LoadOptions
 from shardkit.checkpoint.loading.read import LoadedState
+from shardkit.checkpoint.saving import nan
 from shardkit.distributed import progress
 from shardkit.distributed.tensors import every_parameter
 from shardkit.errors import CheckpointError, CheckpointMissing, UsageError
@@ -107,6 +108,7 @@ def _loaded(run: Run, session: SaveSession, loaded: LoadedState) -> Place:
     progress.post("data", record.step)
     if run.process.rank == 0:
         log.info("checkpoint: loaded step %d from %s", record.step, loaded.checkpoint.path)
+        nan.warn(loaded.checkpoint.path, record, "loaded")
     return loaded.checkpoint.path
 
 
