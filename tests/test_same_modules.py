@@ -352,7 +352,7 @@ def test_an_evaluation_that_only_rank_0_makes_is_told_and_meets_no_training_step
     told = ranks.run(2, evaluates_alone, strategy, kind)
     expected = "Sequential.forward(no_grad): rank 1 has not come after 4 s; every rank must call it"
     assert told[1] == "" and told[0].startswith("" if kind == "all" else expected)
-    assert (told[0] == "") is (kind == "all")
+    assert (told[0] == "") is (kind == "all") and ("accelerator.unsharded(model)" in told[0]) is (kind != "all")
 
 
 def evaluates_its_whole_model(local_rank: str) -> str:

@@ -13,6 +13,8 @@ from shardkit.config.schema import Config
 from shardkit.distributed import named_barrier
 from shardkit.errors import UsageError
 
+_ALONE = "To evaluate on one rank alone, let all ranks enter `with accelerator.unsharded(model):` before it."
+
 
 def watch(model: nn.Module, config: Config) -> None:
     """Has the ranks meet before the model's first forwards without gradients. UsageError on those that wait in vain."""
@@ -24,7 +26,10 @@ def watch(model: nn.Module, config: Config) -> None:
     def meet() -> None:
         nonlocal left
         if left and not torch.is_grad_enabled():
-            named_barrier.meet(call, timeout_s, UsageError)
+            try:
+                named_barrier.meet(call, timeout_s, UsageError)
+            except UsageError as error:
+                raise UsageError(f"{error}\n  {_ALONE}") from error.__cause__
             left -= 1
 
     unit_state.before_forward(model).append(meet)
