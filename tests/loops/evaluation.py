@@ -46,6 +46,29 @@ LOOPS["evaluations_with_grad"] = Loop(_evaluations(nullcontext))
 
 
 @loop()
+def evaluations_on_whole_weights(run: Run) -> None:
+    """At each place of a step where weights do not change, and around a forward and its backward."""
+    model, optimizer = started(run)
+    for step in range(run.steps):
+        with run.unsharded(model):
+            evaluate(run, model)
+            evaluate(run, model, torch.inference_mode)
+            loss = loss_of(model, run.batch(step))
+            evaluate(run, model)
+            run.backward(loss)
+            evaluate(run, model)
+        second = loss_of(model, run.batch(step + 10))
+        with run.unsharded(model):
+            evaluate(run, model)
+        run.backward(second)
+        run.clip(model.parameters(), 1.0)
+        run.step(optimizer)
+        with run.unsharded(model):
+            evaluate(run, model)
+        run.see_mean(loss)
+
+
+@loop()
 def optimizer_built_after_an_evaluation(run: Run) -> None:
     model = run.prepare(Net())
     evaluate(run, model)

@@ -119,6 +119,9 @@ class Run:
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
     @property
     def is_step(self) -> bool:
         return self.micro % self.accumulation == 0
@@ -195,6 +198,9 @@ class RanksRun(Run):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return self.accelerator.no_sync(model)
+
+    def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self.accelerator.unsharded(model)
 
     def step(self, *optimizers: torch.optim.Optimizer) -> None:
         for optimizer in optimizers:
