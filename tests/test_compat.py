@@ -429,6 +429,17 @@ def test_a_policy_with_its_block_classes_or_its_size_is_read_whole(clean_states)
         assert found.min_num_params == size.get("min_num_params", 2000)
 
 
+def test_the_policy_of_peft_means_the_blocks_that_prepare_finds(clean_states):
+    other = pytest.importorskip("peft.utils.other")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model._no_split_modules = {"Linear"}
+    policy = other.fsdp_auto_wrap_policy(model)
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy=policy)
+    found = Accelerator(cpu=True, fsdp_plugin=plugin)
+    assert found.config.fsdp.auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
+    found.state.fsdp_plugin.auto_wrap_policy = policy  # as the recipe does after the Trainer was made
+
+
 def test_torchs_enumerations_are_read_as_their_names(clean_states):
     for said, strategy in (("_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2"), ("SHARD_GRAD_OP", "SHARD_GRAD_OP")):
         plugin = FullyShardedDataParallelPlugin(sharding_strategy=Torchs[said])

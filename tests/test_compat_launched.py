@@ -100,10 +100,10 @@ def test_the_trainer_on_two_shards_is_one_process(tmp_path, shared):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("kind", ["causal", "seq2seq", "lora"])
+@pytest.mark.parametrize("kind", ["causal", "seq2seq", "lora", "qlora"])
 @pytest.mark.parametrize(("world", "flags"), [(2, DDP), (2, FULL_SHARD), (2, SHARD_GRAD), (4, HYBRID)])
 def test_trainers_are_one_process(kind, world, flags, tmp_path, shared):
-    needs(*(["peft"] if kind == "lora" else []))
+    needs(*{"lora": ["peft"], "qlora": ["peft", "bitsandbytes"]}.get(kind, []))
     compare_trainer(kind, world, flags, tmp_path, shared)
 
 

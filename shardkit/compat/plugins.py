@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -189,6 +190,8 @@ _FUNCTIONS = {
 def _wrap(value: Any) -> dict[str, Any]:
     """The settings of a policy by its name, or of one of torch's wrap policy functions of FSDP1, with the block classes
     or the size that functools.partial gives it."""
+    if isinstance(value, partial) and _is_of_peft(value):
+        value = WrapPolicy.TRANSFORMER_BASED_WRAP
     function = getattr(value, "func", value)
     if not callable(function) or isinstance(value, (str, WrapPolicy)):
         return {f"fsdp_config.{_NAME_OF['auto_wrap_policy']}": _member(WrapPolicy, read_name(value)).value}
@@ -202,6 +205,13 @@ def _wrap(value: Any) -> dict[str, Any]:
     if "min_num_params" in arguments:
         given["min_num_params"] = arguments["min_num_params"]
     return {f"fsdp_config.{_NAME_OF[key]}": setting for key, setting in given.items()}
+
+
+def _is_of_peft(policy: Any) -> bool:
+    """Whether it is what peft's `fsdp_auto_wrap_policy` returns: units of the model's blocks, which `prepare` finds,
+    and of each trained module, since FSDP1 cannot have frozen and trained parameters in one."""
+    functions = [getattr(part, "keywords", {}).get("lambda_fn") for part in policy.keywords.get("policies", ())]
+    return any(str(getattr(one, "__module__", "")).startswith("peft.") for one in functions)
 
 
 def _offload(value: Any) -> bool:

@@ -148,6 +148,16 @@ def is_composed(tensor: torch.Tensor) -> bool:
     return hasattr(type(local_part(tensor)), "__tensor_flatten__")
 
 
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that hold the values of a composed one; of any other, itself."""
+    if not is_composed(tensor):
+        yield tensor
+        return
+    values: Any = tensor.detach()
+    for name in values.__tensor_flatten__()[0]:
+        yield from parts_of(getattr(values, name))
+
+
 def whole(tensor: DTensor) -> torch.Tensor:
     """All ranks' parts of a sharded tensor together, on every rank, on the mesh's device. Collective."""
     if not gathers_in_host_memory(tensor.device_mesh):

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from shardkit.model import packed
 from shardkit.model.tree import ModuleNode, Parameter
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -28,7 +29,7 @@ def tree_of(model: nn.Module) -> ModuleNode:
             type(module).__name__,
             tuple(parameter(fqn, name, p) for name, p in module._parameters.items() if p is not None),
             tuple(
-                visit(child, prefix + name, _is_called_to_save(module, name))
+                visit(child, prefix + name, _is_called_to_save(module, name) or packed.is_in_8_bits(child))
                 for name, child in module._modules.items()
                 if child is not None
             ),

@@ -31,7 +31,8 @@ class ModuleNode:
 
     `alias_of` is the first fqn of the same module, if this is a later name; `has_statistics`: a norm with
     running statistics; `is_lookup`: its parameters are tables from which rows are read, without arithmetic;
-    `is_kept_whole`: it is called on one rank alone, which sharded parameters do not allow.
+    `is_kept_whole`: it is called on one rank alone, which sharded parameters do not allow, or keeps its weight outside
+    of its parameters, too.
     """
 
     fqn: str

@@ -17,6 +17,7 @@ from shardkit.data.loader import PreparedLoader
 from shardkit.distributed import xla
 from shardkit.distributed.process import Process
 from shardkit.distributed.tensors import every_parameter, is_fsdp, local_part, unwrapped
+from shardkit.model import packed
 from shardkit.runtime.run import Run
 from shardkit.sharding import precision
 from shardkit.sharding.gradient_sync import parameters_of_group
@@ -109,9 +110,9 @@ def _model_rows(model: nn.Module) -> list[tuple[str, str]]:
     """Size and frozen share; units with count and size; groups of tied parameters."""
     inner = unwrapped(model)
     parameters = list(every_parameter(inner))
-    total = sum(parameter.numel() for parameter in parameters)
-    frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
-    here = sum(local_part(parameter).numel() for parameter in parameters)
+    total = sum(map(packed.numel, parameters))
+    frozen = sum(packed.numel(parameter) for parameter in parameters if not parameter.requires_grad)
+    here = sum(_numel_here(parameter) for parameter in parameters)
     frozen_text = f", {frozen / total:.1%} frozen" if frozen else ""
     where = f"over {_mesh_of(xla.devices())}" if _is_spread(parameters) else f"{count_text(here)} on this rank"
     rows = [("model", f"{type(inner).__name__}: {count_text(total)} parameters{frozen_text}; {where}")]
@@ -123,6 +124,11 @@ def _model_rows(model: nn.Module) -> list[tuple[str, str]]:
     return rows
 
 
+def _numel_here(parameter: torch.Tensor) -> int:
+    part = local_part(parameter).numel()
+    return part * packed.numel(parameter) // parameter.numel() if packed.holds_bits(parameter) else part
+
+
 def unit_texts(model: nn.Module) -> list[str]:
     """FSDP units of a model, equal ones together: ["4 x Block (0.8M)", "root (1.2M)"]."""
     from shardkit.sharding.fsdp.internals import groups_of, root_of  # imports DTensor
@@ -131,7 +137,7 @@ def unit_texts(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         if is_fsdp(module):
             owned = [parameter for group in groups_of(root_of(module)) for parameter in parameters_of_group(group)]
-            units[type(module).__name__ if name else "root", sum(map(torch.Tensor.numel, owned))] += 1
+            units[type(module).__name__ if name else "root", sum(map(packed.numel, owned))] += 1
     ordered = sorted(units.items(), key=lambda unit: (unit[0][0] == "root", -unit[1]))
     return [
         f"{number} x {name} ({count_text(size)})" if name != "root" else f"root ({count_text(size)})"
@@ -148,13 +154,19 @@ def tied_groups(model: nn.Module) -> list[list[str]]:
 
 
 def _precision(config: Config, models: Sequence[nn.Module]) -> str:
-    dtypes = Counter[torch.dtype]()
+    names, dtypes = Counter[str](), Counter[torch.dtype]()
     for model in models:
         for parameter in every_parameter(model):
-            dtypes[parameter.dtype] += parameter.numel()
-    kept = " and ".join(_dtype(dtype) for dtype, _ in dtypes.most_common()) or "none"
+            is_number = parameter.dtype.is_floating_point or parameter.dtype.is_complex
+            is_packed = packed.holds_bits(parameter)
+            name = _dtype(parameter.dtype)
+            names[f"4 bits in {name}" if is_packed else name] += packed.numel(parameter)
+            if is_number and not is_packed:
+                dtypes[parameter.dtype] += parameter.numel()
+    kept = " and ".join(name for name, _ in names.most_common()) or "none"
     mixed = precision.of(config)
-    compute = kept if mixed.param is None else _dtype(mixed.param)
+    own = " and ".join(_dtype(dtype) for dtype, _ in dtypes.most_common()) or "none"
+    compute = own if mixed.param is None else _dtype(mixed.param)
     output = compute if mixed.output is None else _dtype(mixed.output)
     hook = config.shardkit.ddp.comm_hook if config.mode == "ddp" else "no"
     reduced = dict.fromkeys(_dtype(precision.reduce_dtype(mixed.reduce, mixed.param or dtype)) for dtype in dtypes)

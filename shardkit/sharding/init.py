@@ -20,9 +20,10 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.distributed import control
-from shardkit.distributed.tensors import clean_name, every_parameter, flat_bytes, is_dtensor, put
+from shardkit.distributed.tensors import clean_name, every_parameter, flat_bytes, is_dtensor, parts_of, put
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
+from shardkit.model import packed
 from shardkit.sharding.units import LiveUnit
 from shardkit.sharding.weight_files import load
 from shardkit.signatures import signature
@@ -93,7 +94,8 @@ def fill_from_rank0(model: nn.Module, device: torch.device) -> None:
     allocate(model, lambda fqn, tensor: torch.device("cpu") if fqn not in empty_on_0 else None)
     for fqn, tensor in states(model):
         if fqn not in empty_on_0:
-            _broadcast(tensor, device)
+            for part in (*parts_of(tensor), *packed.scales_of(tensor)):
+                _broadcast(part, device)
 
 
 @torch.no_grad()

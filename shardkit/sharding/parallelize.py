@@ -19,12 +19,14 @@ from shardkit.distributed import control
 from shardkit.distributed.tensors import is_fsdp
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
+from shardkit.model import packed
 from shardkit.sharding import float8, precision, unfit
 from shardkit.sharding.activation import checkpoint_blocks
 from shardkit.sharding.ddp import Replica, replicate
 from shardkit.sharding.gradient_sync import watch_backward
 from shardkit.sharding.init import empty_states, fill, fill_from_rank0, refuse_different_models
 from shardkit.sharding.units import Units, blocks_of, one_unit, units_of
+from shardkit.wording import first_few
 
 if TYPE_CHECKING:
     from shardkit.distributed.process import Process
@@ -61,6 +63,7 @@ def distribute(
     Raises ModelError, on all ranks and before anything is sharded, if the model cannot be sharded as configured.
     """
     units, blocks = units_and_blocks(model, config)
+    packed.keep_layout(model)
     if config.fsdp.sync_module_states and process.world_size > 1:
         refuse_different_models(model)
         fill_from_rank0(model, _HOST if config.mode == "xla" else process.device)
@@ -162,6 +165,11 @@ def units_and_blocks(model: nn.Module, config: Config) -> tuple[Units, list[nn.M
     assert units is not None
     if units.cut.remark:
         _say_once(units.cut.remark)
+    if config.mode == "fsdp" and (whole := [fqn for fqn, m in units.ignored.items() if packed.is_in_8_bits(m)]):
+        _say_once(
+            f"model: bitsandbytes' modules in 8 bits are whole on each rank (got {first_few(whole, 2)}), since they "
+            "keep their weights outside of the parameters, too; load_in_4bit is sharded."
+        )
     return units, blocks
 
 

@@ -7,6 +7,7 @@ Their classes: that of the sharded ones in `tensors/sharded_parameter.py`, of th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -50,3 +51,23 @@ def carry_over(attributes: Mapping[str, Any], to: torch.Tensor) -> None:
     for name, value in attributes.items():
         if name not in vars(to):
             setattr(to, name, value)
+
+
+def note_class(kind: type, on: torch.Tensor) -> None:
+    """Note on a sharded parameter the class that the original one had, if it was a library's own."""
+    if issubclass(kind, nn.Parameter) and kind is not nn.Parameter:
+        vars(on)[_CLASS] = kind
+
+
+def whole_like(sharded: Any, values: torch.Tensor) -> nn.Parameter:
+    """A parameter with these whole values, of the class that the sharded one had before. It takes over the memory,
+    unless that class copies itself, with what it knows beside the values: its scales, its kind."""
+    kind = vars(sharded).get(_CLASS)
+    if kind is None:
+        return nn.Parameter(values, sharded.requires_grad)
+    made = torch.Tensor._make_subclass(kind, values, sharded.requires_grad)
+    carry_over(attributes_of(sharded), made)
+    return deepcopy(made)
+
+
+_CLASS = "shardkit_class"

@@ -13,6 +13,7 @@ from shardkit.config.schema import Config
 from shardkit.distributed import xla
 from shardkit.distributed.tensors import is_dtensor, is_fsdp, is_fsdp_1
 from shardkit.errors import MachineError, ModelError
+from shardkit.model import packed
 from shardkit.sharding.parameters import IN_BACKWARD, has_gradient_hooks, refused_hooks
 from shardkit.sharding.shared_memory import pairs_in_same_memory
 from shardkit.sharding.units import Units
@@ -37,6 +38,7 @@ def problems(model: nn.Module, config: Config) -> list[str]:
             return [f"model: is already parallel (got a {name} in it); give the unwrapped model, once."]
     lazy = [fqn for fqn, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     found = [f"model: {fqn} has no shape yet; run one batch through the model first." for fqn in lazy]
+    found += packed.problems(model)
     if config.mode == "fsdp":
         found += _unfit_for_fsdp(model)
     if config.mode == "xla":
@@ -177,9 +179,11 @@ def refuse_integers(units: Units, version: str) -> None:
         for name, parameter in unit.parameters.items():
             if not (parameter.is_floating_point() or parameter.is_complex()):
                 major, minor = OLDEST_FOR_INTEGERS
+                how = " (bnb_4bit_quant_storage=torch.bfloat16)" if packed.holds_bits(parameter) else ""
                 raise ModelError(
                     f"model: {name} is {parameter.dtype}, which FSDP shards since torch {major}.{minor} (got "
-                    f"{version}); install a newer torch, keep it in a floating-point dtype, or use strategy NO_SHARD."
+                    f"{version}); install a newer torch, keep it in a floating-point dtype{how}, or use strategy "
+                    "NO_SHARD."
                 )
 
 

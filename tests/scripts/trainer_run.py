@@ -1,9 +1,10 @@
 """A whole run of the Transformers Trainer on tiny models: training, evaluation, checkpoints, resuming, saving.
 
-Arguments: kind (causal, seq2seq, lora), output folder, samples a rank and micro-batch. Writes found.json.
+Arguments: kind (causal, seq2seq, lora, qlora), output folder, samples a rank and micro-batch. Writes found.json.
 """
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -31,11 +32,27 @@ def model():
         return T5ForConditionalGeneration(T5Config(vocab_size=32, decoder_start_token_id=0, **sizes))
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     made = LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=16, **sizes))
-    if KIND == "lora":
+    if KIND == "qlora":
+        made = in_4_bits(made)
+    if KIND in ("lora", "qlora"):
         from peft import LoraConfig, get_peft_model
 
         return get_peft_model(made, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     return made
+
+
+def in_4_bits(made):
+    """Loaded as in the QLoRA recipe of peft and Accelerate."""
+    from peft import prepare_model_for_kbit_training
+    from transformers import BitsAndBytesConfig
+
+    folder = OUT / f"base-{os.environ.get('RANK', 0)}"
+    made.save_pretrained(folder)
+    bf16 = torch.bfloat16
+    kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    config = BitsAndBytesConfig(True, **kind, bnb_4bit_compute_dtype=torch.float32, bnb_4bit_quant_storage=bf16)
+    made = LlamaForCausalLM.from_pretrained(folder, quantization_config=config, dtype=bf16)
+    return prepare_model_for_kbit_training(made)
 
 
 def trainer(folder):
@@ -58,7 +75,12 @@ def trainer(folder):
         report_to=[],
         disable_tqdm=True,
     )
-    return make(model(), said, train_dataset=samples, eval_dataset=samples[:8])
+    made = make(model(), said, train_dataset=samples, eval_dataset=samples[:8])
+    if KIND == "qlora" and made.is_fsdp_enabled:
+        from peft.utils.other import fsdp_auto_wrap_policy
+
+        made.accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(made.model)
+    return made
 
 
 def history(run):
@@ -78,7 +100,7 @@ first.accelerator.wait_for_everyone()
 again = trainer(OUT / "first")
 again.train(resume_from_checkpoint=True)
 found["again"] = history(again)[0]
-if KIND != "lora":
+if KIND not in ("lora", "qlora"):
     with torch.no_grad():
         whole = type(first.accelerator.unwrap_model(first.model)).__mro__
         kind = next(one for one in whole if one in (LlamaForCausalLM, T5ForConditionalGeneration))

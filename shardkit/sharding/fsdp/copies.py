@@ -22,6 +22,7 @@ from shardkit.distributed import named_barrier
 from shardkit.distributed.tensors import is_dtensor, local_part, outside_inference_mode, whole
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
+from shardkit.sharding import parameters
 from shardkit.sizes import in_words
 
 log = get_logger(__name__)
@@ -81,7 +82,7 @@ class DeepCopy:
             if id(one) not in memo:  # tied
                 value = whole(one).to(local_part(one).device, copy=True)
                 is_parameter = isinstance(one, nn.Parameter)
-                memo[id(one)] = nn.Parameter(value, one.requires_grad) if is_parameter else value
+                memo[id(one)] = parameters.whole_like(one, value) if is_parameter else value
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:

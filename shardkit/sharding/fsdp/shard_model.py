@@ -134,8 +134,9 @@ def _apart_policy(mixed: Precision, dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class Carried:
-    """Attributes and hooks of the parameters before they were sharded, by fqn."""
+    """Classes, attributes and hooks of the parameters before they were sharded, by fqn."""
 
+    classes: dict[str, type]
     attributes: dict[str, dict[str, Any]]
     hooks: dict[str, list[Any]]
 
@@ -143,6 +144,7 @@ class Carried:
     def of(cls, units: Units) -> Carried:
         managed = {fqn: p for unit in units.units for fqn, p in unit.parameters.items()}
         return cls(
+            {fqn: type(p) for fqn, p in managed.items()},
             {fqn: parameters.attributes_of(p) for fqn, p in managed.items()},
             {fqn: parameters.post_accumulate_hooks_of(p) for fqn, p in managed.items()},
         )
@@ -162,6 +164,7 @@ def finish(
         parameter = model.get_parameter(fqn)
         parameter.__class__ = ShardedParameter  # type: ignore[assignment]
         parameters.carry_over(attributes, parameter)
+        parameters.note_class(carried.classes[fqn], parameter)
         for hook in carried.hooks[fqn]:
             hooks.hook_whether_trained(parameter, hook)
     vars(model)["zero_grad"] = partial(_zero_grad, model)

@@ -29,6 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from shardkit.distributed.tensors import outside_inference_mode
 from shardkit.errors import ModelError, UsageError
+from shardkit.model import packed
 from shardkit.sharding.activation import gathering
 from shardkit.sharding.fsdp import autograd_grad, entries, unused_parameters, written
 from shardkit.sharding.fsdp.internals import (
@@ -296,6 +297,9 @@ class UnitGroup(FSDPParamGroup):
     def _init_mp_dtypes(self) -> None:
         """torch takes the dtypes from trainable parameters only, but a wholly frozen unit may be trained later."""
         super()._init_mp_dtypes()
+        for parameter in self.fsdp_params:
+            if packed.holds_bits(parameter.sharded_param):
+                parameter.param_dtype = None  # gathered as they are
         if getattr(self, "_orig_dtype", self) is None and self.fsdp_params:  # from torch 2.15 on there is none
             first = next((p for p in self.fsdp_params if p.orig_dtype.is_floating_point), self.fsdp_params[0])
             self._orig_dtype, self._reduce_dtype = first.orig_dtype, first.reduce_dtype
