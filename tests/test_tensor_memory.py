@@ -15,7 +15,7 @@ from shardkit.errors import CheckpointError
 from shardkit.runtime.checkpoints import objects
 from shardkit.sharding.shared_memory import pairs_in_same_memory
 from tests import checkpoints
-from tests.ranks import log_lines
+from tests.ranks import RankError, log_lines
 
 
 def numbers(*shape, seed=0, dtype=torch.float32):
@@ -181,6 +181,42 @@ def prepare_quantized():
 def test_quantized_weights_are_said_before_the_training(ranks):
     ((line,),) = ranks.run(1, prepare_quantized)
     assert "quantized weights cannot be saved (got weight), so save_state will be refused unless" in line
+
+
+class Quantized(nn.Module):
+    """A frozen weight of several tensors, and a trained bias."""
+
+    def __init__(self, scale: float):
+        super().__init__()
+        values = Composed(torch.ones(3, 3, dtype=torch.int8), torch.full((3,), scale))
+        self.weight, self.bias = nn.Parameter(values, requires_grad=False), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return x @ (self.weight.values_ * self.weight.scale) + self.bias
+
+
+def replicate_quantized():
+    accelerator = Accelerator(config={"distributed_type": "MULTI_CPU", "use_cpu": True})
+    model = Quantized(1.0 + accelerator.process_index)
+    model, optimizer = accelerator.prepare(model, SGD([model.bias], lr=0.1))
+    with log_lines("shardkit.runtime.likely_mistakes.same_weights") as lines:
+        accelerator.backward(model(torch.ones(2, 3)).sum())
+        optimizer.step()
+    return accelerator.unwrap_model(model).weight.scale.tolist(), lines
+
+
+def test_quantized_weights_are_those_of_rank_0_on_all_replicas(ranks):
+    assert ranks.run(2, replicate_quantized) == [([1.0, 1.0, 1.0], [])] * 2
+
+
+def shard_quantized(ignored):
+    Accelerator(config={"use_cpu": True, "fsdp_config": ignored}).prepare(nn.Sequential(Quantized(1.0), nn.ReLU()))
+
+
+def test_quantized_weights_that_fsdp_cannot_shard_are_refused_or_kept_whole(ranks):
+    with pytest.raises(RankError, match=r"ModelError: model: 0\.weight is quantized, .* \(got Composed\); name its"):
+        ranks.run(2, shard_quantized, {})
+    ranks.run(2, shard_quantized, {"fsdp_ignored_modules": "0"})
 
 
 # ---- modules and parameters that look like others ----

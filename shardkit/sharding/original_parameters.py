@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.distributed.tensors import is_dtensor
+from shardkit.distributed.tensors import is_composed, is_dtensor
 from shardkit.errors import UsageError
 
 
@@ -69,7 +69,7 @@ def _flat(values: Iterable[Any]) -> Iterable[Any]:
 def release(parameters: Mapping[str, nn.Parameter]) -> None:
     """Free the memory of the original parameters, to which an optimizer built before prepare may still refer."""
     for fqn, parameter in parameters.items():
-        if is_dtensor(parameter):
+        if is_dtensor(parameter) or is_composed(parameter):  # its own class has no tensor without values
             continue
         if not parameter.is_meta:
             parameter.data = parameter.data.new_empty(0)

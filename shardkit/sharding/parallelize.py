@@ -154,6 +154,7 @@ def units_and_blocks(model: nn.Module, config: Config) -> tuple[Units, list[nn.M
         units = units_of(model, config.fsdp, dtypes(config).param) if is_cut else one_unit(model)
         if config.mode == "fsdp":
             unfit.refuse_integers(units, torch.__version__)
+            unfit.refuse_composed(units)
         if _needs_blocks(config):
             blocks = blocks_of(model, config.fsdp)
         if config.mode == "fsdp" and config.fsdp.activation_checkpointing and config.shardkit.compile:

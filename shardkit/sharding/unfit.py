@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.config.schema import Config
 from shardkit.distributed import xla
-from shardkit.distributed.tensors import is_dtensor, is_fsdp, is_fsdp_1
+from shardkit.distributed.tensors import is_composed, is_dtensor, is_fsdp, is_fsdp_1
 from shardkit.errors import MachineError, ModelError
 from shardkit.model import packed
 from shardkit.sharding.parameters import IN_BACKWARD, has_gradient_hooks, refused_hooks
@@ -184,6 +184,19 @@ def refuse_integers(units: Units, version: str) -> None:
                     f"model: {name} is {parameter.dtype}, which FSDP shards since torch {major}.{minor} (got "
                     f"{version}); install a newer torch, keep it in a floating-point dtype{how}, or use strategy "
                     "NO_SHARD."
+                )
+
+
+def refuse_composed(units: Units) -> None:
+    """Raises ModelError if a parameter consists of several tensors, and its class does not say how FSDP gathers
+    them."""
+    for unit in units.units:
+        for name, parameter in unit.parameters.items():
+            if is_composed(parameter) and not hasattr(parameter, "fsdp_pre_all_gather"):
+                raise ModelError(
+                    f"model: {name} is quantized, in a class that FSDP cannot shard (got {type(parameter).__name__}); "
+                    "name its module in fsdp_ignored_modules, which keeps it whole on each rank, use strategy "
+                    "NO_SHARD, or quantize by bitsandbytes (load_in_4bit)."
                 )
 
 

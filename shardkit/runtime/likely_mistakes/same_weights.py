@@ -1,12 +1,13 @@
 """Detects weights that differ between ranks before the first step, although DDP has made them equal: a module has set
 them in its first forward, by the samples of its rank, as one with an initialization by data does."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 
 from shardkit.distributed.control import ControlGroup, unlike_rank_0
-from shardkit.distributed.tensors import unwrapped
+from shardkit.distributed.tensors import parts_of, unwrapped
 from shardkit.log import get_logger
 from shardkit.sharding.ddp import Replica
 from shardkit.wording import first_few
@@ -33,9 +34,10 @@ class SameWeights:
         from shardkit.checkpoint.states import per_rank
 
         weights = {
-            f"model {number}: {name}" if len(replicas) > 1 else name: parameter.detach()
+            f"model {number}: {name}{part}" if len(replicas) > 1 else f"{name}{part}": values.detach()
             for number, model in enumerate(replicas)
             for name, parameter in unwrapped(model).named_parameters()
+            for part, values in _parts(parameter)
         }
         digests = per_rank.of_tensors(weights, per_rank.SAMPLE_BYTES)
         if not self._control.decide(per_rank.together(digests), unlike_rank_0):
@@ -48,3 +50,10 @@ class SameWeights:
                 "one batch, the same on all ranks, before prepare; or make what it writes equal on all ranks.",
                 first_few(names, 5),
             )
+
+
+def _parts(parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """(what follows its name, values) of each tensor that holds values of the parameter: several of a quantized one."""
+    parts = list(parts_of(parameter))
+    for number, values in enumerate(parts):
+        yield (f", part {number}" if len(parts) > 1 else ""), values

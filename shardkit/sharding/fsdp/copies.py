@@ -19,7 +19,7 @@ from torch.nn.modules.module import _WrappedHook
 from torch.nn.utils import parametrize
 
 from shardkit.distributed import named_barrier
-from shardkit.distributed.tensors import is_dtensor, local_part, outside_inference_mode, whole
+from shardkit.distributed.tensors import is_composed, is_dtensor, local_part, outside_inference_mode, whole
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.sharding import parameters
@@ -69,6 +69,12 @@ class DeepCopy:
             raise UsageError(
                 f"{_CALL}: parameters that are copied before their model stay sharded (got an object that has both); "
                 "copy the model alone."
+            )
+        if composed := [one for one in sharded if is_composed(one)]:
+            kind = type(local_part(composed[0])).__name__
+            raise UsageError(
+                f"{_CALL}: a sharded model with quantized weights of this class cannot be copied (got {kind}); copy it "
+                "before prepare, or save its adapters: accelerator.save_model(model, folder)."
             )
         tensors = [one for one in sharded if id(one) not in memo]
         if not tensors:
