@@ -18,8 +18,9 @@ def tree_of(model: nn.Module) -> ModuleNode:
     def parameter(fqn: str, name: str, tensor: torch.Tensor) -> Parameter:
         full = f"{fqn}.{name}" if fqn else name
         first = first_names.setdefault(id(tensor), full)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return Parameter(name, tuple(tensor.shape), dtype, tensor.requires_grad, None if first == full else first)
+        shape, kind = packed.shape_and_dtype(tensor)
+        dtype = str(kind).removeprefix("torch.")
+        return Parameter(name, shape, dtype, tensor.requires_grad, None if first == full else first)
 
     def visit(module: nn.Module, fqn: str, is_kept_whole: bool = False) -> ModuleNode:
         prefix = f"{fqn}." if fqn else ""

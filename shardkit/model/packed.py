@@ -22,9 +22,27 @@ def holds_bits(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "quant_state", None) is not None
 
 
+def will_hold_bits(parameter: torch.Tensor) -> bool:
+    """Whether the parameter has plain numbers until bitsandbytes packs them, when it is moved to a device."""
+    return getattr(parameter, "bnb_quantized", None) is False and hasattr(parameter, "quant_storage")
+
+
+def shape_and_dtype(parameter: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """Those that the parameter has when it is packed."""
+    if will_hold_bits(parameter):
+        storage: torch.dtype = parameter.quant_storage  # type: ignore[attr-defined]
+        return ((parameter.numel() + 1) // 2 // storage.itemsize, 1), storage
+    is_for_8_bits = _is_for_8_bits(parameter) and not getattr(parameter, "has_fp16_weights", False)
+    return tuple(parameter.shape), torch.int8 if is_for_8_bits else parameter.dtype
+
+
+def _is_for_8_bits(parameter: torch.Tensor | None) -> bool:
+    return hasattr(parameter, "CB") and hasattr(parameter, "SCB")
+
+
 def is_in_8_bits(module: nn.Module) -> bool:
     """Whether the module has a weight in 8 bits, of which it keeps and uses a second reference (`CB`)."""
-    return any(hasattr(one, "CB") and hasattr(one, "SCB") for one in module._parameters.values())
+    return any(map(_is_for_8_bits, module._parameters.values()))
 
 
 def numel(parameter: torch.Tensor) -> int:
@@ -55,6 +73,16 @@ def problems(model: nn.Module) -> list[str]:
         "gradients (got an evaluation on the CPU before prepare); build the model anew, and evaluate after prepare."
         for fqn, parameter in model.named_parameters()
         if getattr(getattr(parameter, "quant_state", None), "packing_format_for_cpu", False)
+    ][:1]
+
+
+def not_yet(model: nn.Module) -> list[str]:
+    """What is wrong with weights that are to be sharded, but are not packed yet."""
+    return [
+        f"model: {fqn} is not in 4 bits yet, since bitsandbytes packs a weight when it is moved to a device; call "
+        "model.to(accelerator.device) before prepare, or load the model by from_pretrained."
+        for fqn, parameter in model.named_parameters()
+        if will_hold_bits(parameter)
     ][:1]
 
 

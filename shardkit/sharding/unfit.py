@@ -40,6 +40,7 @@ def problems(model: nn.Module, config: Config) -> list[str]:
     found = [f"model: {fqn} has no shape yet; run one batch through the model first." for fqn in lazy]
     found += packed.problems(model)
     if config.mode == "fsdp":
+        found += packed.not_yet(model)
         found += _unfit_for_fsdp(model)
     if config.mode == "xla":
         found += _unfit_for_xla(model)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -47,12 +48,14 @@ def in_4_bits(made):
     from transformers import BitsAndBytesConfig
 
     folder = OUT / f"base-{os.environ.get('RANK', 0)}"
-    made.save_pretrained(folder)
+    made.config.save_pretrained(folder)  # every rank its own; of the model's method only rank 0 writes
+    save_file(made.state_dict(), folder / "model.safetensors", {"format": "pt"})
     bf16 = torch.bfloat16
     kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     config = BitsAndBytesConfig(True, **kind, bnb_4bit_compute_dtype=torch.float32, bnb_4bit_quant_storage=bf16)
     made = LlamaForCausalLM.from_pretrained(folder, quantization_config=config, dtype=bf16)
-    return prepare_model_for_kbit_training(made)
+    # DDP takes one gradient of a parameter, of which reentrant recomputation makes two.
+    return prepare_model_for_kbit_training(made, gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def trainer(folder):
