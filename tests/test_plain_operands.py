@@ -362,6 +362,36 @@ def test_samples_are_refused_without_a_gradient_too(ranks):
         assert "shape (2, 4) in aten::mul.Tensor" in text
 
 
+PENALIZED: dict[str, Any] = {
+    "add": lambda loss, penalty: loss + 0.1 * penalty,
+    "add, swapped": lambda loss, penalty: penalty + loss,
+    "sub": lambda loss, penalty: loss - penalty,
+    "mul": lambda loss, penalty: loss * penalty.sqrt(),
+    "div": lambda loss, penalty: loss / penalty,
+    "in place": lambda loss, penalty: loss.clone().add_(penalty),
+    "stack": lambda loss, penalty: torch.stack([loss, penalty]).sum(),
+    "where": lambda loss, penalty: torch.where(loss > 1, loss, penalty),
+}
+
+
+def evaluate_with_a_penalty(kind: str) -> tuple[float, float]:
+    """Of this rank's loss, in an evaluation, and of the whole weights."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    weight = model.weight.detach().clone()
+    accelerator, model = sharded(model)
+    loss = torch.tensor(1.0 + accelerator.process_index)
+    with torch.no_grad():
+        found, alone = (PENALIZED[kind](loss, one.square().sum()) for one in (model.weight, weight))
+    return found.item(), alone.item()
+
+
+@pytest.mark.parametrize("kind", PENALIZED)
+def test_a_rank_adds_a_penalty_to_the_loss_of_its_own_samples_in_an_evaluation(ranks, kind):
+    for found, alone in ranks.run(2, evaluate_with_a_penalty, kind):
+        assert found == pytest.approx(alone)
+
+
 def average_on_rank_0() -> str:
     model = torch.nn.Linear(3, 2)
     average = copy.deepcopy(model).requires_grad_(False)

@@ -6,6 +6,7 @@ tensors. Here a plain tensor counts as equal on all ranks, which is so in a loop
     p - start, torch.maximum(p, start)     sharded; each rank computes its part, without communication
     average.add_(p), average.copy_(p)      whole on every rank: see `into_plain`
     (p - start).norm().backward()          `start.grad`, if it needs one, is whole on every rank: see `mixed_losses`
+    loss + p.norm()                        in an evaluation this rank's, as `loss` is; with a graph the mean over ranks
     (losses * weights).backward()          refused if ranks have different `losses`: each would weigh its own samples
     batch * weights                        also without a gradient, where the plain tensor has more rows
 
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from shardkit.distributed import named_barrier
 from shardkit.distributed.tensors import is_dtensor, local_part, own_part, sharded_like
 from shardkit.errors import UsageError
+from shardkit.sharding.hooks import is_in_backward
 from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
 from shardkit.sharding.tensors.settled import is_pending, of_whole, on_one_device, one_by_one, settle
 
@@ -83,6 +85,10 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not is_dtensor(value) and value.dim() > 0
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not is_dtensor(value) and value.dim() == 0
+
+
 def _broadcasts(value: torch.Tensor, like: Any) -> bool:
     sizes = zip(reversed(value.shape), reversed(like.shape), strict=False)
     return value.dim() <= like.dim() and all(size in (1, whole_size) for size, whole_size in sizes)
@@ -99,11 +105,13 @@ def sharded_operands(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     pending = {one.placements for one in args if is_dtensor(one) and is_pending(one)}
     if len(pending) > 1:  # a sum and a mean, which torch 2.11 cannot add
         args = tuple(map(settle, args))
+    has_gradient = torch.is_grad_enabled() and any(one.requires_grad for one in args if isinstance(one, torch.Tensor))
     if not any(map(_is_plain, args)):
-        return args
+        # torch would take this rank's number, such as the loss of its samples, for a part of the pending sum
+        is_sum_with_number = any(map(_is_number, args)) and not has_gradient and not is_in_backward()
+        return tuple(map(settle, args)) if is_sum_with_number else args
     args = tuple(map(settle, args))
     like: Any = max(filter(is_dtensor, args), key=lambda tensor: tensor.dim())
-    has_gradient = torch.is_grad_enabled() and any(one.requires_grad for one in args if isinstance(one, torch.Tensor))
     for value in filter(_is_plain, args):
         is_wider = not _broadcasts(value, like)
         if has_gradient or is_wider:
