@@ -39,8 +39,9 @@ with `resume_from_checkpoint`, also in the middle of an epoch. Under FSDP their 
 are shardkit checkpoints. The default of `fsdp_state_dict_type` is FULL_STATE_DICT in such a run, since the Trainer
 writes a model for `from_pretrained` only then. Gradient accumulation is done by the Trainer
 (`gradient_accumulation_steps` of `TrainingArguments`). Where a model's forward takes the number of tokens but leaves it
-out of its loss (T5, BERT's heads), the Trainer multiplies the loss by the number of ranks, with Accelerate, too: set
-`average_tokens_across_devices=False`.
+out of its loss (T5, BERT's heads), the Trainer multiplies the loss by the number of ranks, with Accelerate, too; where
+a trainer's own loss is divided by this number, the tokens of all ranks (TRL's GKDTrainer), loss and gradients are those
+of one process divided by the number of ranks. Set `average_tokens_across_devices=False` for both.
 
 ## Accelerate's tests
 
