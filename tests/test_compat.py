@@ -1420,8 +1420,26 @@ def test_scan_finds_the_factor_of_a_schedule_in_a_function_of_the_step(made_by, 
 )
 def test_scan_finds_saves_that_only_one_rank_makes(call, is_found):
     script = f"if accelerator.is_main_process:\n    {call}\n"
-    found = [one.line for one in scan.scan_text(script, "train.py").remarks if one.text == scan.OF_ONE_RANK]
-    assert found == ([script.count("\n")] if is_found else [])
+    assert saves_of_one_rank(script) == ([script.count("\n")] if is_found else [])
+
+
+@pytest.mark.parametrize(
+    ("test", "is_found"),
+    [
+        ("accelerator.is_main_process or accelerator.distributed_type == DistributedType.DEEPSPEED", True),
+        ("accelerator.distributed_type == DistributedType.DEEPSPEED or accelerator.is_main_process", True),
+        ("not (accelerator.distributed_type != DistributedType.MEGATRON_LM or not accelerator.is_main_process)", True),
+        ("accelerator.is_main_process or accelerator.distributed_type == DistributedType.FSDP", False),
+        ("accelerator.is_main_process or accelerator.distributed_type != DistributedType.DEEPSPEED", False),
+        ("accelerator.is_main_process or is_fsdp", False),
+    ],
+)
+def test_scan_knows_that_no_other_engine_runs(test, is_found):
+    assert saves_of_one_rank(f"if {test}:\n    accelerator.save_state('a')\n") == ([2] if is_found else [])
+
+
+def saves_of_one_rank(script: str) -> list[int]:
+    return [one.line for one in scan.scan_text(script, "train.py").remarks if one.text == scan.OF_ONE_RANK]
 
 
 @pytest.mark.parametrize(

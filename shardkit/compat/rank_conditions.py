@@ -19,6 +19,9 @@ _VARIABLES = {"RANK", "LOCAL_RANK"}
 WORDS = _FLAGS | _NUMBERS | _VARIABLES
 """One of these is in the source of every such condition."""
 
+_OTHER_ENGINES = {"DEEPSPEED", "MEGATRON_LM"}
+"""What `accelerator.distributed_type` never is here."""
+
 # Parts of a condition that can be evaluated without side effects: no calls, no subscripts.
 _QUIET = (
     *(ast.Name, ast.Attribute, ast.Constant, ast.Compare, ast.Set, ast.Tuple, ast.List, ast.UnaryOp, ast.BoolOp),
@@ -141,7 +144,9 @@ class Conditions:
 
     def _value(self, node: ast.AST) -> Any:
         """The value of an expression without calls; None if it cannot be evaluated."""
-        if self.frame is None or not isinstance(node, ast.expr):
+        if self.frame is None:
+            return _without_a_run(node)
+        if not isinstance(node, ast.expr):
             return None
         if not all(isinstance(part, _QUIET) for part in ast.walk(node)):
             return None
@@ -150,6 +155,15 @@ class Conditions:
             return eval(compile(ast.Expression(node), "<condition>", "eval"), known)
         except Exception:
             return None
+
+
+def _without_a_run(node: ast.AST) -> bool | None:
+    """The value of a comparison with another engine: in `is_main_process or distributed_type == DEEPSPEED` it does not
+    matter. None for other expressions."""
+    match node:
+        case ast.Compare(left=left, ops=[ast.Eq() | ast.NotEq() as op], comparators=[right]):
+            return isinstance(op, ast.NotEq) if {_last(left), _last(right)} & _OTHER_ENGINES else None
+    return None
 
 
 def _last(node: ast.AST) -> str:
