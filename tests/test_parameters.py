@@ -542,6 +542,27 @@ def test_a_pickled_state_dict_holds_plain_things_and_sharded_ones_with_a_warning
         assert "accelerator.save_model(model, folder)" in text
 
 
+def pickled_loss() -> tuple[list[str], str]:
+    """What is said where a loss with a penalty is saved, and where a rank loads that of rank 0."""
+    model, told = accelerator_for(1).prepare(Net()), []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    pickled_parts.log.addHandler(handler)
+    pickled_parts._warn_of_pending.cache_clear()
+    loss = torch.ones(()) + sum(one.square().sum() for one in model.parameters())
+    torch.save({"loss": loss.detach()}, file := io.BytesIO())
+    pickled_parts.log.removeHandler(handler)
+    (of_rank_0,) = broadcast_object_list([file.getvalue()])
+    return told, refusal(lambda: torch.load(io.BytesIO(of_rank_0)))
+
+
+def test_a_pickled_loss_that_is_not_summed_over_the_ranks_is_told(ranks):
+    for rank, (told, refused) in enumerate(ranks.run(2, pickled_loss)):
+        assert [text.partition(" a value ")[0] for text in told] == ["torch.save:"]
+        assert told[0].endswith("loss.item().")
+        assert ("and loss.item() a loss." in refused) == (rank == 1)
+
+
 def pickled_rows() -> list[tuple[str, bool]]:
     """What comes back of parts of a sharded parameter that do not begin where it does, and of chosen rows."""
     weight = accelerator_for(1).prepare(Net()).head.weight

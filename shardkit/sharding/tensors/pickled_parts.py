@@ -35,8 +35,11 @@ def _reduced(tensor: DTensor) -> Any:
     part of a tensor that is not its first, torch (seen in 2.13) would pickle memory that a DTensor does not have."""
     if all(placement.is_replicate() for placement in tensor.placements):
         return local_part(tensor).requires_grad_(tensor.requires_grad).__reduce_ex__(2)
-    if tensor.device_mesh.size() > 1 and any(placement.is_shard() for placement in tensor.placements):
-        _warn_of_parts()
+    if tensor.device_mesh.size() > 1:
+        if any(placement.is_partial() for placement in tensor.placements):
+            _warn_of_pending()
+        else:
+            _warn_of_parts()
     plain: torch.Tensor = tensor
     if type(tensor) is ShardedParameter:
         plain = sharded_like(local_part(tensor), tensor)
@@ -63,6 +66,15 @@ def _warn_of_parts() -> None:
     )
 
 
+@cache
+def _warn_of_pending() -> None:
+    log.warning(
+        "torch.save: a value that is not summed over the ranks yet is pickled, such as a loss with a penalty on "
+        "sharded weights, so this rank writes its part of the sum only; save its number, which all ranks must take: "
+        "loss.item()."
+    )
+
+
 def _set_state(tensor: DTensor, state: Any) -> None:
     """As torch does while it loads. Raises UsageError on a rank that has another part than the rank that saved."""
     torch._utils._set_obj_state(tensor, state)
@@ -71,11 +83,11 @@ def _set_state(tensor: DTensor, state: Any) -> None:
     if collectives.world_size() == 1 or saved is None:
         return
     here = (mesh.mesh == rank).nonzero().flatten().tolist()
-    split = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
+    split = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if split and (not here or any(here[axis] != saved[axis] for axis in split)):
         raise UsageError(
             f"torch.load: the file has parts of sharded tensors that rank {int(mesh.mesh[tuple(saved)])} wrote (got it "
             f"on rank {rank}), and this rank has other parts; load here what this rank wrote, or save whole tensors: "
             "save_state() and load_state(), which all ranks call; accelerator.get_state_dict(model) gives rank 0 whole "
-            "ones, too."
+            "ones, too, and loss.item() a loss."
         )
