@@ -7,8 +7,8 @@ time. A tensor without a value is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -196,39 +196,23 @@ def initialize(
     return left
 
 
-@contextmanager
-def _out_of_reach(model: nn.Module, wanted: set[str]) -> Iterator[None]:
+def _out_of_reach(model: nn.Module, wanted: set[str]) -> AbstractContextManager[None]:
     """A context in which the tensors that are not in `wanted` are replaced, parameters by some without memory. A module
     that resets all modules in it would overwrite loaded values in other units."""
-    kept = {id(tensor): tensor for fqn, tensor in states(model) if fqn not in wanted}
-    found = [
-        (module, kind, name, tensor)
-        for module in model.modules()
-        for kind in ("_parameters", "_buffers")
-        for name, tensor in getattr(module, kind).items()
-        if id(tensor) in kept
-    ]
-    stand_ins = {identity: _on_meta(t) if isinstance(t, nn.Parameter) else t.clone() for identity, t in kept.items()}
-    for module, kind, name, tensor in found:
-        getattr(module, kind)[name] = stand_ins[id(tensor)]
-    try:
-        yield
-    finally:
-        for module, kind, name, tensor in found:  # in a dict that is another one than before
-            getattr(module, kind)[name] = tensor
+    kept = [tensor for fqn, tensor in states(model) if fqn not in wanted]
+    return _holding(model.modules(), {id(t): _on_meta(t) if isinstance(t, nn.Parameter) else t.clone() for t in kept})
 
 
 def _areas(model: nn.Module, units: Iterable[LiveUnit]) -> list[dict[str, nn.Module]]:
     """{fqn: module} of each unit, without nested units, children first."""
-    heads = {id(unit.module): unit.fqn for unit in units} | {id(model): ""}
-    areas: dict[int, dict[str, nn.Module]] = {identity: {} for identity in heads}
+    areas: dict[int, dict[str, nn.Module]] = {id(head): {} for head in (*(unit.module for unit in units), model)}
     seen: set[int] = set()
 
     def visit(fqn: str, module: nn.Module, head: int) -> None:
         if id(module) in seen:
             return
         seen.add(id(module))
-        head = id(module) if id(module) in heads else head
+        head = id(module) if id(module) in areas else head
         for name, child in module.named_children():
             visit(f"{fqn}.{name}" if fqn else name, child, head)
         areas[head][fqn] = module
@@ -241,57 +225,56 @@ def _initialize_area(
     model: nn.Module, area: dict[str, nn.Module], wanted: set[str], device: torch.device, seed: int
 ) -> list[str]:
     """`initialize` for one unit. Its tensors are replaced temporarily, so that unwanted ones are not overwritten."""
-    if not any(_full(fqn, name) in wanted for fqn, m in area.items() for name in [*m._parameters, *m._buffers]):
+    own = _tensors_of(area)
+    if wanted.isdisjoint(own):
         return []
-    scratch: dict[int, torch.Tensor] = {}
-
-    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in scratch:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            scratch[id(tensor)] = nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole
-        return scratch[id(tensor)]
-
-    found = {fqn: (dict(module._parameters), dict(module._buffers)) for fqn, module in area.items()}
-    try:
-        for module in area.values():
-            for mine in (module._parameters, module._buffers):
-                for name, tensor in mine.items():
-                    if tensor is not None:
-                        mine[name] = stand_in(tensor)  # type: ignore[assignment]
-        before = {identity: tensor._version for identity, tensor in scratch.items()}
+    wholes = {id(tensor): _whole_like(tensor, device) for tensor in own.values()}
+    versions = {identity: whole._version for identity, whole in wholes.items()}
+    with _holding(area.values(), wholes):
         for fqn, module in area.items():
             torch.manual_seed(int.from_bytes(sha256(f"{seed} {fqn}".encode()).digest()[:7], "little"))
             _call_initializer(model, fqn, module)
-        made = {fqn: {**module._parameters, **module._buffers} for fqn, module in area.items()}
-    finally:
-        for fqn, module in area.items():
-            module._parameters, module._buffers = found[fqn]
-    return _keep(found, made, scratch, before, wanted)
-
-
-def _keep(
-    found: dict[str, tuple[dict, dict]],
-    made: dict[str, dict],
-    scratch: dict[int, torch.Tensor],
-    before: dict[int, int],
-    wanted: set[str],
-) -> list[str]:
-    """Copy the initialized values into the wanted tensors. Returns the fqns of those that were not initialized."""
-    left = []
+        made = _tensors_of(area)
+    left: list[str] = []
     done: set[int] = set()
-    for fqn, (parameters, buffers) in found.items():
-        for name, target in {**parameters, **buffers}.items():
-            if target is None or _full(fqn, name) not in wanted or id(target) in done:
-                continue
-            value = made[fqn][name]
-            stand_in = scratch[id(target)]
-            if value is stand_in and value._version == before[id(target)]:
-                left.append(_full(fqn, name))
-                continue
+    for fqn, target in own.items():
+        if fqn not in wanted or id(target) in done:
+            continue
+        if made[fqn] is wholes[id(target)] and made[fqn]._version == versions[id(target)]:
+            left.append(fqn)
+        else:
             done.add(id(target))
-            put(target, partial(_part_of, value))
+            put(target, partial(_part_of, made[fqn]))
     return left
+
+
+def _tensors_of(area: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
+    """{fqn: tensor} of the modules' own parameters and buffers; a tied one under each of its names."""
+    return {
+        f"{fqn}.{name}" if fqn else name: tensor
+        for fqn, module in area.items()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    }
+
+
+def _whole_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
+
+
+@contextmanager
+def _holding(modules: Iterable[nn.Module], others: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """A context in which modules hold other tensors in the places of their own, by the ids of these."""
+    found = [(module, module._parameters, module._buffers) for module in modules]
+    try:
+        for module, parameters, buffers in found:
+            module._parameters = {name: others.get(id(one), one) for name, one in parameters.items()}  # type: ignore[misc]
+            module._buffers = {name: others.get(id(one), one) for name, one in buffers.items()}
+        yield
+    finally:
+        for module, parameters, buffers in found:
+            module._parameters, module._buffers = parameters, buffers
 
 
 def _part_of(value: torch.Tensor, slices: tuple[slice, ...] | None) -> torch.Tensor:
@@ -312,7 +295,3 @@ def _call_initializer(model: nn.Module, fqn: str, module: nn.Module) -> None:
         own(module)
     elif by_model is module:  # all modules in it at once
         own()
-
-
-def _full(fqn: str, name: str) -> str:
-    return f"{fqn}.{name}" if fqn else name
