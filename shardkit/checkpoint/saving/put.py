@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -156,11 +157,12 @@ def put_all(prepared: PreparedSave, control: ControlGroup, sink: Sink) -> dict[s
     written: dict[str, list[Any]] = {}
     control.work.expect(tensors.bytes_to_write(prepared.pieces))
     with _Hasher(prepared.request.digest) as hasher:
+        writer = _Writer(prepared, control, sink, hasher)
         for section, pieces in prepared.pieces.items():
             if prepared.index.kind == "full" and section != layout.OWN:
-                written.update(_put_into_full(prepared, section, pieces, control, hasher, sink))
+                written |= writer.put_into_full(section, pieces)
             elif pieces:
-                written.update(_put_own_file(prepared, section, pieces, control, hasher, sink))
+                written |= writer.put_own_file(section, pieces)
     for name, data in _json_files(prepared, control.rank).items():
         sink.write(prepared.temporary / name, len(data), partial(_put_whole, data))
         written[name] = [len(data), digests.of_bytes(prepared.request.digest, data)]
@@ -223,89 +225,72 @@ class _Hasher:
         return None
 
 
-def _in_host_memory(
-    pieces: list[tuple[Chunk, torch.Tensor]], control: ControlGroup, sink: Sink
-) -> Iterator[tuple[Chunk, torch.Tensor]]:
-    """The pieces one by one, each copied to the CPU when it is yielded, and gone with the next."""
-    memory = tensors.HostMemory()
-    for number, (chunk, tensor) in enumerate(pieces):
-        if number == len(pieces) // 2:
-            sink.reach("write")
-        control.work()
-        yield chunk, memory.of(tensor)
-        control.work(chunk.bytes)
+@dataclass(frozen=True)
+class _Writer:
+    """Writes and hashes this rank's pieces of a section. The methods return {file: [bytes, digest]}."""
 
+    prepared: PreparedSave
+    control: ControlGroup
+    sink: Sink
+    hasher: _Hasher
 
-def _put_own_file(
-    prepared: PreparedSave,
-    section: str,
-    pieces: list[tuple[Chunk, torch.Tensor]],
-    control: ControlGroup,
-    hasher: _Hasher,
-    sink: Sink,
-) -> dict[str, list[Any]]:
-    rank, size_of_world = control.rank, control.world_size
-    is_own = section == layout.OWN
-    name = layout.own_file(rank, size_of_world) if is_own else layout.file_of(prepared.index, section, rank)
-    head = layout.header(((chunk.name, chunk.dtype, chunk.box.sizes) for chunk, _ in pieces), {"format": "pt"})
-    size = len(head) + sum(chunk.bytes for chunk, _ in pieces)
+    def put_own_file(self, section: str, pieces: list[tuple[Chunk, torch.Tensor]]) -> dict[str, list[Any]]:
+        """A file of this rank alone."""
+        rank, index = self.control.rank, self.prepared.index
+        is_own = section == layout.OWN
+        name = layout.own_file(rank, self.control.world_size) if is_own else layout.file_of(index, section, rank)
+        head = layout.header(((chunk.name, chunk.dtype, chunk.box.sizes) for chunk, _ in pieces), {"format": "pt"})
+        size = len(head) + sum(chunk.bytes for chunk, _ in pieces)
 
-    def write(file: File) -> str:
-        digest, done = digests.new(hasher.name), len(head)
-        hasher.write(digest, memoryview(head), file, 0)
-        for chunk, data in _in_host_memory(pieces, control, sink):
-            hasher.write(digest, tensors.memory(data), file, done)
-            done += chunk.bytes
-        return digest.hexdigest()
+        def write(file: File) -> str:
+            digest, done = digests.new(self.hasher.name), len(head)
+            self.hasher.write(digest, memoryview(head), file, 0)
+            for chunk, data in self._in_host_memory(pieces):
+                self.hasher.write(digest, tensors.memory(data), file, done)
+                done += chunk.bytes
+            return digest.hexdigest()
 
-    return {name: [size, sink.write(prepared.temporary / name, size, write)]}
+        return {name: [size, self.sink.write(self.prepared.temporary / name, size, write)]}
 
+    def put_into_full(self, section: str, pieces: list[tuple[Chunk, torch.Tensor]]) -> dict[str, list[Any]]:
+        """The file of all ranks, in which each box has its place in its whole tensor: one byte range if it is sharded
+        on dim 0, else one per row."""
+        rank, index = self.control.rank, self.prepared.index
+        entries = index.sections[section]
+        if not entries or not (pieces or rank == 0):
+            return {}
+        name, head = layout.file_of(index, section, rank), full_header(index, section)
+        begins, size = _begins(index, section, len(head))
 
-def _put_into_full(
-    prepared: PreparedSave,
-    section: str,
-    pieces: list[tuple[Chunk, torch.Tensor]],
-    control: ControlGroup,
-    hasher: _Hasher,
-    sink: Sink,
-) -> dict[str, list[Any]]:
-    index, rank = prepared.index, control.rank
-    if not index.sections[section] or not (pieces or rank == 0):
-        return {}
-    name, head = layout.file_of(index, section, rank), full_header(index, section)
-    begins, size = _begins(index, section, len(head))
+        def write(file: File) -> str:
+            digest = digests.new(self.hasher.name)
+            if rank == 0:  # rank 0 wrote the header
+                digest.update(memoryview(head))
+            for chunk, data in self._in_host_memory(pieces):
+                memory, done = tensors.memory(data), 0
+                itemsize = layout.ITEM_BYTES[chunk.dtype]
+                for offset, length in layout.runs(entries[chunk.name].shape, chunk.box, itemsize):
+                    self.hasher.write(digest, memory[done : done + length], file, begins[chunk.name] + offset)
+                    done += length
+            return digest.hexdigest()
 
-    def write(file: File) -> str:
-        digest = digests.new(hasher.name)
-        if rank == 0:  # rank 0 wrote the header
-            digest.update(memoryview(head))
-        for chunk, data in _in_host_memory(pieces, control, sink):
-            shape = index.sections[section][chunk.name].shape
-            _put_runs(file, data, chunk, shape, begins[chunk.name], digest, hasher)
-        return digest.hexdigest()
+        return {name: [size, self.sink.write(self.prepared.temporary / name, size, write, flags=0)]}
 
-    return {name: [size, sink.write(prepared.temporary / name, size, write, flags=0)]}
+    def _in_host_memory(self, pieces: list[tuple[Chunk, torch.Tensor]]) -> Iterator[tuple[Chunk, torch.Tensor]]:
+        """The pieces one by one, each copied to the CPU when it is yielded, and gone with the next."""
+        memory = tensors.HostMemory()
+        for number, (chunk, tensor) in enumerate(pieces):
+            if number == len(pieces) // 2:
+                self.sink.reach("write")
+            self.control.work()
+            yield chunk, memory.of(tensor)
+            self.control.work(chunk.bytes)
 
 
 def _begins(index: Index, section: str, data: int) -> tuple[dict[str, int], int]:
+    """Where each tensor of a section begins in its file, whose data begin at `data`; and the file's size."""
     begins = {}
     for name, entry in index.sections[section].items():
         begins[name] = data
         data += entry.bytes
     return begins, data
-
-
-def _put_runs(
-    file: File,
-    data: torch.Tensor,
-    chunk: Chunk,
-    shape: tuple[int, ...],
-    begin: int,
-    digest: digests.Digest,
-    hasher: _Hasher,
-) -> None:
-    """Write a box to its place in the whole tensor: one byte range if it is sharded on dim 0, else one per row."""
-    bytes_of_chunk, done = tensors.memory(data), 0
-    for offset, length in layout.runs(shape, chunk.box, layout.ITEM_BYTES[chunk.dtype]):
-        hasher.write(digest, bytes_of_chunk[done : done + length], file, begin + offset)
-        done += length
