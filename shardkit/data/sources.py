@@ -24,7 +24,7 @@ from shardkit.data.first_items import COMPARED, digests_of, fields_of
 from shardkit.data.position import EPOCH_IS_OVER, Position
 from shardkit.data.sampler import Drawn
 from shardkit.data.shares import BatchLayout, Share, number_of_batches, with_last
-from shardkit.data.stream import CountingCollate, Stream, compared, end_together, split_of
+from shardkit.data.stream import CountingCollate, Start, Stream, compared, end_together, split_of
 from shardkit.data.workers import Indices, StartWorker, batches_of, of_one_loop
 from shardkit.distributed.seed import stream_seed
 from shardkit.errors import UsageError
@@ -236,10 +236,8 @@ class StreamSource:
         loader = of_one_loop(self.loader, dataset=self.stream.of_one_loop(is_inside))
         loader.generator.manual_seed(seed_of_rank)
         stream: Any = loader.dataset
-        own_samples = start.samples // self._parts
-        stream.start_at(
-            stream_seed(seed, start.epoch), seed_of_rank, start.epoch, own_samples, self._is_moved, start.may_exceed
-        )
+        own_seed, own_samples = stream_seed(seed, start.epoch), start.samples // self._parts
+        stream.start_at(Start(own_seed, seed_of_rank, start.epoch, own_samples, self._is_moved, start.may_exceed))
         stream.start_from(start.dataset, start.samples)
         self._is_moved = False
         # The snapshot is taken before the look-ahead to the next batch, so it belongs to this batch.

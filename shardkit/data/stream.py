@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -93,6 +93,21 @@ class CountingCollate:
         return replace(first, value=self.collate(samples) if is_in_worker else Uncollated(self.collate, samples))
 
 
+class Start(NamedTuple):
+    """Where an iteration over a stream starts: numbers for one tensor, the seeds below 2**63."""
+
+    seed: int
+    """For the dataset's random draws in this epoch."""
+    seed_of_rank: int
+    """For those of collating in workers."""
+    epoch: int
+    samples: int
+    is_moved: bool
+    """Whether the position does not follow the last iteration, so that the dataset is reset to its beginning."""
+    may_exceed: bool
+    """As in `Position`."""
+
+
 class Stream(IterableDataset):
     """One rank's slices of an iterable dataset, from the position set by `start_at`.
 
@@ -118,7 +133,7 @@ class Stream(IterableDataset):
         """As `Counted.beginning`, of the newest loop; of the position where it starts, before its first batch."""
         self._beginning_skipped: str | None = None
         """As `beginning`, where this process has read the first items without yielding them."""
-        self._start = torch.zeros(6, dtype=torch.int64, device="cpu")
+        self._start = torch.zeros(len(Start._fields), dtype=torch.int64, device="cpu")
         self._is_start_shared = self._is_inside = False
 
     def __getattr__(self, name: str) -> Any:
@@ -147,40 +162,33 @@ class Stream(IterableDataset):
         own._is_start_shared, own._is_inside = False, is_inside
         return own
 
-    def start_at(
-        self, seed: int, seed_of_rank: int, epoch: int, samples: int, is_moved: bool, may_exceed: bool
-    ) -> None:
-        """Sets where the next iteration starts. `seed`: for the dataset's random draws in this epoch; `seed_of_rank`:
-        for those of collating in workers; both below 2**63. `is_moved`: the position does not follow the last
-        iteration, so the dataset is reset to its beginning. `may_exceed`: as in `Position`."""
-        start = torch.tensor([seed, seed_of_rank, epoch, samples, is_moved, may_exceed], device="cpu")
+    def start_at(self, start: Start) -> None:
+        """Sets where the next iteration starts."""
         if self._is_start_shared:
-            self._start.copy_(start)
+            self._start.copy_(torch.tensor(start, device="cpu"))
         else:
-            self._start = start  # a new one: workers of an earlier loop may be yet to read theirs
-        self._tell_epoch(epoch)
+            self._start = torch.tensor(start, device="cpu")  # a new one: workers may be yet to read an earlier one
+        self._tell_epoch(start.epoch)
 
     def _tell_epoch(self, epoch: int) -> None:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Counted]:
-        seed, seed_of_rank, epoch, samples, is_moved, may_exceed = self._start.tolist()
-        worker = get_worker_info()
+        start, worker = Start(*self._start.tolist()), get_worker_info()
         number_of_workers, own_number = (worker.num_workers, worker.id) if worker else (1, 0)
         if worker is not None and not hugging_face.is_stream(self.dataset):
             # Persistent workers have their own copies. Those of Hugging Face share the epoch number: it is already set.
-            self._tell_epoch(epoch)
+            self._tell_epoch(start.epoch)
         is_compared, first = self.is_compared and (self.layout.world_size > 1 or number_of_workers > 1), None
-        chunks = self._chunks(PrivateRandom(seed), epoch, samples, bool(is_moved), bool(may_exceed), worker is not None)
-        for number, chunk in enumerate(chunks):
+        for number, chunk in enumerate(self._chunks(start, is_worker=worker is not None)):
             if number == 0:
                 first = fields_of(chunk) if is_compared else None
-                beginning = beginning_of(chunk) if samples == 0 and self._is_told else self._beginning_skipped
+                beginning = beginning_of(chunk) if start.samples == 0 and self._is_told else self._beginning_skipped
             if number % number_of_workers != own_number:
                 continue
             if worker is not None:  # as for a map-style dataset's batches
-                set_seed(stream_seed(seed_of_rank, samples + number * self.layout.global_batch))
+                set_seed(stream_seed(start.seed_of_rank, start.samples + number * self.layout.global_batch))
             yield from self._own(chunk, first, beginning)
             first = beginning = None
 
@@ -194,25 +202,23 @@ class Stream(IterableDataset):
         for value in part:
             yield Counted(value, len(chunk), is_padded, len(part), first=first, beginning=beginning)
 
-    def _chunks(
-        self, randomness: PrivateRandom, epoch: int, samples: int, is_moved: bool, may_exceed: bool, is_worker: bool
-    ) -> Iterator[list[Any]]:
+    def _chunks(self, start: Start, is_worker: bool) -> Iterator[list[Any]]:
         """From the position on: by the saved state, which is used once, or by skipping.
 
         Workers skip: most are created again for every epoch, and would always find the state that they started from.
         """
-        own, size = self._own_state, self.layout.global_batch
+        own, size, randomness = self._own_state, self.layout.global_batch, PrivateRandom(start.seed)
         saved, self.saved, self._beginning_skipped = (None if is_worker else self.saved), None, None
         with randomness, _no_workers():
-            reading = own.begin(saved, is_moved, self._is_inside, is_worker)
+            reading = own.begin(saved, start.is_moved, self._is_inside, is_worker)
             is_there = own.is_kept and saved is not None
-            source = self._items() if is_there else self._skipped(samples, may_exceed)
+            source = self._items() if is_there else self._skipped(start)
         try:
             while True:
                 with randomness, _no_workers():
                     if own.is_elsewhere(reading):
                         del source  # what its end does to the dataset comes before the state
-                        self._tell_epoch(epoch)
+                        self._tell_epoch(start.epoch)
                         own.put_back(reading)
                         source = self._items()
                     chunk = list(islice(source, size))
@@ -230,17 +236,17 @@ class Stream(IterableDataset):
         items = items_of(self.dataset)
         return _unchanged(items, type(self.dataset).__name__) if self._has_batches else items
 
-    def _skipped(self, start: int, may_exceed: bool) -> Iterator[Any]:
-        """The dataset's iterator, past the first `start` samples."""
+    def _skipped(self, start: Start) -> Iterator[Any]:
+        """The dataset's iterator, past the samples before the start."""
         source = self._items()
-        first = list(islice(source, min(start, KEPT)))
+        first = list(islice(source, min(start.samples, KEPT)))
         self._beginning_skipped = beginning_of(first) if first and self._is_told else None
-        skipped = len(first) + sum(1 for _ in islice(source, start - len(first)))
-        if skipped < start and not may_exceed:
+        skipped = len(first) + sum(1 for _ in islice(source, start.samples - len(first)))
+        if skipped < start.samples and not start.may_exceed:
             raise CheckpointError(
                 f"data: the stream of {type(self.dataset).__name__} ended after {skipped:,} samples, before the "
-                f"position to begin at (got {start:,}); use the data that the checkpoint was made with, or skip fewer "
-                "batches."
+                f"position to begin at (got {start.samples:,}); use the data that the checkpoint was made with, or "
+                "skip fewer batches."
             )
         return source
 
