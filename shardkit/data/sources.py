@@ -4,7 +4,7 @@ A source rebuilds the user's DataLoader as one that reads this rank's part of ev
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -86,8 +86,11 @@ def source_of(loader: DataLoader, layout: BatchLayout, split_batches: bool) -> S
         return StreamSource(loader, layout)
     batches = batch_sampler_of(loader)
     if batches is None or _is_plain(batches, loader):
-        return SampledSource(loader, layout)
-    return BatchSampledSource(loader, layout, split_batches)
+        own = _without_ranks(getattr(batches, "sampler", loader.sampler), loader.dataset)
+        return SampledSource(loader, layout, own, shares.shares_of_drawn)
+    layout = replace(layout, global_batch=1 if split_batches else layout.world_size)
+    shares_of = shares.shares_of_each_batch if split_batches else shares.shares_of_batches
+    return SampledSource(loader, layout, batches, shares_of, has_batches=True)
 
 
 def layout_of(loader: DataLoader, rank: int, world_size: int, split_batches: bool, even: bool) -> BatchLayout:
@@ -125,83 +128,85 @@ def batch_sampler_of(loader: DataLoader) -> Any:
 
 
 class SampledSource:
-    """A map-style dataset with a sampler of single indices."""
+    """A map-style dataset in the order of a sampler of single indices, or (`has_batches`) of a custom batch sampler,
+    whose batches are then the units of `layout.global_batch`."""
 
     split: tuple[int, int] | None = None
 
-    def __init__(self, loader: DataLoader, layout: BatchLayout) -> None:
-        self.layout = layout
-        self.total_batch_size = layout.global_batch
+    def __init__(
+        self,
+        loader: DataLoader,
+        layout: BatchLayout,
+        user_sampler: Any,
+        shares_of: Callable[[Drawn, Position, BatchLayout], Iterator[Share]],
+        has_batches: bool = False,
+    ) -> None:
+        """`shares_of`: this rank's part of an order that has to be drawn."""
+        size = getattr(user_sampler, "batch_size", None) if has_batches else 1
+        self.layout, self.total_batch_size = layout, layout.global_batch * (size or 1)
         self.dataset = loader.dataset
         self.dataset_length = sampler.length_of(loader.dataset)
-        self._sampler = _without_ranks(getattr(batch_sampler_of(loader), "sampler", loader.sampler), loader.dataset)
-        self.units = sampler.epoch_length(self._sampler)
-        self.sampler: str | None = type(self._sampler).__name__
-        self.indices = CurrentIndices(loader)
-        self.loader = _rebuilt(loader, **self.indices.as_argument())
+        self.units = sampler.epoch_length(user_sampler)
+        self.sampler: str | None = type(user_sampler).__name__
+        self._sampler, self._shares_of, self._has_batches = user_sampler, shares_of, has_batches
+        self._indices = CurrentIndices(loader)
+        self.loader = _rebuilt(loader, **self._indices.as_argument())
 
     def pieces(self, seed: int, start: Position, is_moved: bool, is_inside: bool) -> Iterator[Piece]:
+        """No batch is read ahead here, so random draws of samples stay in step with the loop; the shares say which
+        batch is the last."""
         if start.dataset == EPOCH_IS_OVER:
-            return iter(())
-        order = self._order(seed, start)
-        if isinstance(order, Drawn):
-            own_shares = shares.shares_of_drawn(order, start, self.layout)
-        else:
-            own_shares = shares.shares_of_indexed(order, start.samples, self.layout)
-        return _sampled(self, order, own_shares, seed, start)
+            return
+        order = self._known_order(seed, start) or self._drawn(seed, start)
+        loader, seed_of_rank = of_one_loop(self.loader), _seed_of_rank(seed, start.epoch, self.layout.rank)
+        loader.generator.manual_seed(seed_of_rank)
+        handed_out: deque[Share] = deque()
+        begins: list[str] | None = None
+
+        def indices() -> Iterator[Any]:
+            position = start.samples
+            for share in self._own_shares(order, start):
+                handed_out.append(share)
+                batch = list(share.items)
+                if loader.num_workers:
+                    batch = Indices(batch)
+                    batch.seed = stream_seed(seed_of_rank, position)
+                position += share.samples
+                yield batch if self._indices.yields_lists else batch[0]
+
+        self._indices.current = indices()
+        for number, batch in enumerate(batches_of(loader)):
+            share, first = handed_out.popleft(), None if number else _first_of(order)
+            if isinstance(order, Drawn) and number == 0:
+                begins = digests_of(order.first)
+                if self.layout.rank == 0:
+                    _warn_of_another_order(order.name, begins, start.dataset)
+            after = EPOCH_IS_OVER if share.is_last else begins
+            of_rank = len(share.items)
+            yield Piece(batch, share.samples, of_rank, share.is_padded, share.is_last, after, first, share.batches)
 
     def is_over(self, seed: int, position: Position) -> bool:
         known = self._known_order(seed, position) if position.samples else None
         return known is not None and not number_of_batches(known.length - position.samples, self.layout)
 
     def samples_in(self, seed: int, start: Position, batches: int) -> int:
+        if self._has_batches:
+            order, size = self._drawn(seed, start), self.layout.global_batch
+            return sum(len(batch) for _ in range(batches) for batch in order.take(size))
         wanted, known = batches * self.total_batch_size, self._known_order(seed, start)
         return wanted if known is None else min(wanted, known.length)
-
-    def _order(self, seed: int, start: Position) -> sampler.Indexed | Drawn:
-        return self._known_order(seed, start) or _draw(self._sampler, seed, start, self.layout)
 
     def _known_order(self, seed: int, position: Position) -> sampler.Indexed | None:
         return sampler.indexed(self._sampler, seed, position.epoch, position.order)
 
-    def __len__(self) -> int:
-        return number_of_batches(len(self._sampler) * sampler.shares_in(self._sampler), self.layout)
+    def _drawn(self, seed: int, position: Position) -> Drawn:
+        """The epoch's order. Its first items are kept, for padding and to compare ranks."""
+        return Drawn(self._sampler, seed, position.epoch, keep=max(self.layout.world_size - 1, COMPARED))
 
-
-class BatchSampledSource:
-    """A map-style dataset with a custom batch sampler. With `split_batches` each of its batches is a global batch; else
-    world_size batches form one."""
-
-    split: tuple[int, int] | None = None
-
-    def __init__(self, loader: DataLoader, layout: BatchLayout, split_batches: bool) -> None:
-        self.layout = replace(layout, global_batch=1 if split_batches else layout.world_size)
-        self._sampler = batch_sampler_of(loader)
-        self.total_batch_size = (getattr(self._sampler, "batch_size", None) or 1) * self.layout.global_batch
-        self.dataset = loader.dataset
-        self.dataset_length = sampler.length_of(loader.dataset)
-        self.units = sampler.epoch_length(self._sampler)
-        self.sampler: str | None = type(self._sampler).__name__
-        self._shares_of = shares.shares_of_each_batch if split_batches else shares.shares_of_batches
-        self.indices = CurrentIndices(loader)
-        self.loader = _rebuilt(loader, **self.indices.as_argument())
-
-    def pieces(self, seed: int, start: Position, is_moved: bool, is_inside: bool) -> Iterator[Piece]:
-        if start.dataset == EPOCH_IS_OVER:
-            return iter(())
-        order = self._order(seed, start)
-        own_shares = self._shares_of(order, start, self.layout)
-        return _sampled(self, order, own_shares, seed, start)
-
-    def is_over(self, seed: int, position: Position) -> bool:
-        return False
-
-    def samples_in(self, seed: int, start: Position, batches: int) -> int:
-        order, size = self._order(seed, start), self.layout.global_batch
-        return sum(len(batch) for _ in range(batches) for batch in order.take(size))
-
-    def _order(self, seed: int, start: Position) -> Drawn:
-        return _draw(self._sampler, seed, start, self.layout)
+    def _own_shares(self, order: sampler.Indexed | Drawn, start: Position) -> Iterator[Share]:
+        if isinstance(order, Drawn):
+            return self._shares_of(order, start, self.layout)
+        return shares.shares_of_indexed(order, start.samples, self.layout)
 
     def __len__(self) -> int:
         return number_of_batches(len(self._sampler) * sampler.shares_in(self._sampler), self.layout)
@@ -290,11 +295,6 @@ def _without_ranks(user_sampler: Any, dataset: Any) -> Any:
     return RandomSampler(dataset) if user_sampler.shuffle else SequentialSampler(dataset)
 
 
-def _draw(user_sampler: Any, seed: int, start: Position, layout: BatchLayout) -> Drawn:
-    """The epoch's order. Its first items are kept, for padding and to compare ranks."""
-    return Drawn(user_sampler, seed, start.epoch, keep=max(layout.world_size - 1, COMPARED))
-
-
 def _first_of(order: sampler.Indexed | Drawn) -> list[str]:
     """Digests of the first items, of a drawn order as far as it has been read."""
     if isinstance(order, Drawn):
@@ -324,43 +324,6 @@ class CurrentIndices(Sampler):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "current": iter(())}
-
-
-def _sampled(
-    source: SampledSource | BatchSampledSource,
-    order: sampler.Indexed | Drawn,
-    own: Iterator[Share],
-    seed: int,
-    start: Position,
-) -> Iterator[Piece]:
-    """Batches with the facts of their shares. No batch is read ahead here, so random draws of samples stay in step with
-    the loop; the shares say which batch is the last."""
-    handed_out: deque[Share] = deque()
-    begins: list[str] | None = None
-    seed_of_rank = _seed_of_rank(seed, start.epoch, source.layout.rank)
-    loader = of_one_loop(source.loader)
-    loader.generator.manual_seed(seed_of_rank)
-
-    def indices() -> Iterator[Any]:
-        position = start.samples
-        for share in own:
-            handed_out.append(share)
-            batch = list(share.items)
-            if loader.num_workers:
-                batch = Indices(batch)
-                batch.seed = stream_seed(seed_of_rank, position)
-            position += share.samples
-            yield batch if source.indices.yields_lists else batch[0]
-
-    source.indices.current = indices()
-    for number, batch in enumerate(batches_of(loader)):
-        share, first = handed_out.popleft(), None if number else _first_of(order)
-        if isinstance(order, Drawn) and number == 0:
-            begins = digests_of(order.first)
-            if source.layout.rank == 0:
-                _warn_of_another_order(order.name, begins, start.dataset)
-        after = EPOCH_IS_OVER if share.is_last else begins
-        yield Piece(batch, share.samples, len(share.items), share.is_padded, share.is_last, after, first, share.batches)
 
 
 def _warn_of_another_order(name: str, begins: list[str], saved: list[str] | None) -> None:
