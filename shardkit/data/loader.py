@@ -180,11 +180,6 @@ class PreparedLoader:
             self._is_positioned = False
 
     @property
-    def batch_samples(self) -> int:
-        """Samples in the current global batch, without padding."""
-        return 0 if self._loop is None else self._loop.batch_samples
-
-    @property
     def end_of_dataloader(self) -> bool:
         """Whether the current batch is the last of the epoch, which ends a window; a script may set it for a batch."""
         return self._loop is not None and self._loop.ends_window
@@ -198,11 +193,6 @@ class PreparedLoader:
     def remainder(self) -> int:
         """Real samples in the current global batch if it is padded, else -1."""
         return -1 if self._loop is None else self._loop.remainder
-
-    @property
-    def batches(self) -> int | None:
-        """As `Share.batches`, of the current global batch; after a loop, of its last one."""
-        return None if self.newest_loop is None else self.newest_loop.batches
 
     @property
     def epoch(self) -> int:

@@ -33,29 +33,26 @@ def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool
 def _real_of_batch(loaders: Sequence[PreparedLoader], given: Any, is_list: bool) -> Real | None:
     """As `real_samples`."""
     size = _samples_in(given, is_list)
-    ended = [(loader, loader.ended) for loader in loaders if not loader.is_iterating]
+    ended = [(one, loop) for one in loaders if not one.is_iterating and (loop := one.ended) is not None]
     for loader, loop in ended:
-        if loop is not None and _is_of(given, loader):  # the loop is one batch ahead of `given`
-            return _real(loader, loop.remainder, loop.batches, size, is_list)
+        if _is_of(given, loop):  # the loop is one batch ahead of `given`
+            return _real(loader, loop, size, is_list)
     candidates = _read_in_turns(loaders)
-    known = [loader for loader in candidates if _is_of(given, loader)]
+    known = [(loader, loop) for loader, loop in candidates if _is_of(given, loop)]
     if not known and any(_is_of_earlier(given, loader.newest_loop) for loader in loaders):
         return None  # only the last batch is padded, and the script has read it ahead
-    possible = known or [loader for loader in candidates if _may_be_of(size, loader)]
-    found = {_real(loader, loader.remainder, loader.batches, size, is_list) for loader in possible}
+    possible = known or [(loader, loop) for loader, loop in candidates if _may_be_of(size, loop)]
+    found = {_real(loader, loop, size, is_list) for loader, loop in possible}
     if len(found) > 1:
         raise UsageError(
             f"gather_for_metrics: {len(possible)} loaders are read alternately, and one of them is at a padded batch "
             f"(got {size} samples, which fit several of them); read one loader after the other, or gather(...) and "
             "drop the padding yourself."
         )
-    if candidates and not possible and any(loader.remainder >= 0 for loader in candidates):
+    if not possible and any(loop.is_padded for _, loop in candidates):
         _warn_of_other_length()
-    newest = active_loader(loaders)
-    since = 0 if newest is None else newest.last_yield
-    if not known and any(
-        loop is not None and loop.last_yield > since and _may_be_padded(size, loop) for _, loop in ended
-    ):
+    since = candidates[0][1].last_yield if candidates else 0
+    if not known and any(loop.last_yield > since and _may_be_padded(size, loop) for _, loop in ended):
         _warn_of_ended_loop()
     return next(iter(found), None)
 
@@ -69,22 +66,23 @@ def short_batch(loaders: Iterable[PreparedLoader], given: Any) -> tuple[int, int
     candidates = _read_in_turns(loaders)
     if len(candidates) != 1:
         return None
-    loader, tensors = candidates[0], leaves(given)
-    loop, whole = loader.newest_loop, loader.batch_size
-    if loop is None or whole is None or loop.batch_samples >= loader.total_batch_size or not tensors:
+    (loader, loop), tensors = candidates[0], leaves(given)
+    whole = loader.batch_size
+    if whole is None or loop.batch_samples >= loader.total_batch_size or not tensors:
         return None
     is_whole = all(isinstance(leaf, torch.Tensor) and leaf.shape == (whole,) for leaf in tensors)
     return (loop.samples_of_rank, loop.batch_samples) if is_whole else None
 
 
-def _real(loader: PreparedLoader, remainder: int, batches: int | None, size: int | None, is_list: bool) -> Real | None:
-    """What is real in the loader's batch with this `remainder` and these `batches`; None where it is not padded.
+def _real(loader: PreparedLoader, loop: Loop, size: int | None, is_list: bool) -> Real | None:
+    """What is real in the current batch of a loop over the loader; None where it is not padded.
 
     Where each rank has a whole batch, those of the first ranks are real. Tensors have `size` rows on every rank then,
     also where the batches differ in length: they cannot be gathered before they are padded.
     """
-    if remainder < 0:
+    if not loop.is_padded:
         return None
+    remainder, batches = loop.remainder, loop.batches
     if loader.has_ready_batches:
         return Real(remainder * (1 if size is None else size), remainder)
     if batches is not None:
@@ -94,11 +92,9 @@ def _real(loader: PreparedLoader, remainder: int, batches: int | None, size: int
     return Real(remainder, ranks, is_mixed=remainder < ranks * each)
 
 
-def _may_be_of(size: int | None, loader: PreparedLoader) -> bool:
-    """Whether so many samples may be those of the loader's current batch. Batches of different lengths are padded
-    before they are gathered."""
-    loop = loader.newest_loop
-    assert loop is not None  # it is being read
+def _may_be_of(size: int | None, loop: Loop) -> bool:
+    """Whether so many samples may be those of the loop's current batch. Batches of different lengths are padded before
+    they are gathered."""
     is_known = size is not None and loop.local_samples is not None and loop.batches is None
     return not is_known or size in (loop.local_samples, loop.samples_of_rank)
 
@@ -110,19 +106,19 @@ def _may_be_padded(size: int | None, loop: Loop) -> bool:
     return loop.is_padded and (is_of_last or size == loop.local_total)
 
 
-def _read_in_turns(loaders: Iterable[PreparedLoader]) -> Sequence[PreparedLoader]:
-    """The active loader, and those read alternately with it, as by zip. An outer loop has yielded no batch since the
-    inner one began."""
+def _read_in_turns(loaders: Iterable[PreparedLoader]) -> list[tuple[PreparedLoader, Loop]]:
+    """The active loader, and those read alternately with it, as by zip; with their loops. An outer loop has yielded no
+    batch since the inner one began."""
     active = active_loader(loaders)
     if active is None:
         return []
     beside = [one for one in loaders if one is not active and one.is_iterating and one.last_yield > active.began]
-    return [active, *beside]
+    return [(one, loop) for one in (active, *beside) if (loop := one.newest_loop) is not None]
 
 
-def _is_of(given: Any, loader: PreparedLoader) -> bool:
-    """Whether `given` contains a tensor of the loader's current batch."""
-    return _contains(given, loader.batch_tensors())
+def _is_of(given: Any, loop: Loop) -> bool:
+    """Whether `given` contains a tensor of the loop's current batch."""
+    return _contains(given, alive(loop.tensors))
 
 
 def _is_of_earlier(given: Any, loop: Loop | None) -> bool:
