@@ -87,6 +87,14 @@ def read_header(file: Path) -> dict[str, Any]:
     return header
 
 
+def files_in_index(content: Any) -> dict[str, str] | None:
+    """{tensor: its file}, as a Transformers index.json with this content has it; None where it does not name files of
+    its own folder."""
+    named = content.get("weight_map") if isinstance(content, dict) else None
+    is_map = isinstance(named, dict) and all(isinstance(it, str) and Path(it).name == it for it in named.values())
+    return named if is_map else None
+
+
 def _is_entry(name: str, entry: Any) -> bool:
     """Whether this has the form of a tensor's entry, with a number of elements that fits 64 bits."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str) or name.count(".") > _MOST_LEVELS:

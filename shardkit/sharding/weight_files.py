@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from shardkit.distributed.collectives import rank
 from shardkit.distributed.tensors import clean_name, put, unwrapped
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
-from shardkit.model.weights import read_header
+from shardkit.model.weights import files_in_index, read_header
 from shardkit.wording import first_few
 
 log = get_logger(__name__)
@@ -32,29 +33,25 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
         return set(), [f"{weights}: not readable as safetensors (got {error}); give a .safetensors file or a folder."]
     except ModelError as error:
         return set(), [f"{weights}: {error}"]
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, torch.Tensor] = {}
     state = {fqn: one for fqn, one in model.state_dict(keep_vars=True).items() if isinstance(one, torch.Tensor)}
+    names: dict[int, list[str]] = {}
     for fqn, tensor in state.items():
         names.setdefault(id(tensor), []).append(fqn)
-        tensors[id(tensor)] = tensor
-    used: set[str] = set()
+    opened = cache(partial(safe_open, framework="pt"))
     detached, of_own_code = custom_state.detached_names(model, state), {}
+    used: set[str] = set()
     loaded: set[str] = set()
     problems: list[str] = []
-    opened: dict[Path, Any] = {}
-    for identity, aliases in names.items():
+    for aliases in names.values():
         there = {fqn: files[clean_name(fqn)] for fqn in aliases if clean_name(fqn) in files}
         if not there:
             continue
-        fqn, (name, path) = next(iter(there.items()))
-        used.update(name_there for name_there, _ in there.values())
+        used.update(name for name, _ in there.values())
         loaded.update(aliases)
-        if path not in opened:
-            opened[path] = safe_open(path, framework="pt")
+        fqn, (name, path) = next(iter(there.items()))
         if fqn in detached:
-            of_own_code[clean_name(fqn)] = opened[path].get_tensor(name)
-        elif problem := _read_one(opened[path], name, tensors[identity]):
+            of_own_code[clean_name(fqn)] = opened(path).get_tensor(name)
+        elif problem := _read_one(opened(path), name, state[fqn]):
             problems.append(f"{path}: {problem}")
     _warn_of_rest(weights, {name for name, _ in files.values()} - used, sorted(map(clean_name, {*state} - loaded)))
     if not problems and (of_own_code or custom_state.is_customized(model)):
@@ -106,11 +103,8 @@ def _indexed(folder: Path) -> list[Path]:
     whole = indices[0].with_name(indices[0].name.removesuffix(".index.json"))
     if whole.is_file():
         return [whole]
-    index = json.loads(indices[0].read_text())
-    named = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(named, dict) or not all(
-        isinstance(name, str) and Path(name).name == name for name in named.values()
-    ):
+    named = files_in_index(json.loads(indices[0].read_text()))
+    if named is None:
         raise ValueError(f"{indices[0].name}: weight_map does not name files of this folder")
     return [folder / name for name in sorted(set(named.values()))]
 
@@ -127,13 +121,18 @@ def _model_names(model: Any, files: dict[str, Path]) -> dict[str, tuple[str, Pat
         shapes = {fqn: tuple(headers[path][fqn]["shape"]) for fqn, path in files.items()}
         for new, old in custom_state.renamed(model, shapes).items():
             named[new] = (old, files[old])
-    if not hasattr(model, "base_model_prefix") or not hasattr(model, "save_pretrained"):
-        return named
+    if hasattr(model, "base_model_prefix") and hasattr(model, "save_pretrained"):
+        _add_names_of_transformers(named, model, files)
+    return named
+
+
+def _add_names_of_transformers(named: dict[str, tuple[str, Path]], model: Any, files: dict[str, Path]) -> None:
+    """Adds the present names of tensors that the files have under older ones. ModelError as above."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError:  # Transformers before 5 stores the model's own names
-        return named
+        return
     mapping = get_model_conversion_mapping(unwrapped(model))
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -152,7 +151,6 @@ def _model_names(model: Any, files: dict[str, Path]) -> dict[str, tuple[str, Pat
             f"{computed[lacked[0]]}); build the model by from_pretrained(), on rank 0 at least, and prepare it without "
             "weights=, or give weights that accelerator.save_model wrote."
         )
-    return named
 
 
 def _read_one(file: Any, fqn: str, target: torch.Tensor) -> str | None:

@@ -17,6 +17,7 @@ from shardkit.checkpoint.commands.dcp import LazyTensor
 from shardkit.checkpoint.files import disk
 from shardkit.checkpoint.states import tensors
 from shardkit.errors import CheckpointCorrupted, CheckpointError
+from shardkit.model.weights import files_in_index
 from shardkit.wording import first_few
 
 _NUMBERED = re.compile(r".*-(\d+)-of-(\d+)(-[0-9a-f]{8})?\.\w+")
@@ -39,9 +40,8 @@ def weights_of(folder: Path, stem: str) -> tuple[Path, Any] | None:
 
 def _named_in(index: Path) -> dict[str, Path]:
     """{name of a tensor: its file}, as the index has it."""
-    content = disk.from_json(disk.read_small(index.parent, index.name), f"convert: {index}")
-    named = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(named, dict) or not all(isinstance(it, str) and Path(it).name == it for it in named.values()):
+    named = files_in_index(disk.from_json(disk.read_small(index.parent, index.name), f"convert: {index}"))
+    if named is None:
         raise CheckpointCorrupted(
             f"convert: {index}: its weight_map does not name files of this folder; it is damaged."
         )
