@@ -181,38 +181,25 @@ def _plan_model(model: nn.Module, section: str, index: Index, plan: Plan) -> Non
         return
     entries, aliases = index.sections[section], index.aliases[section]
     mine, others = state.model_state(model)
-    saved = {*entries, *aliases, *plan.common["objects"].get(extra_state(section), {})}
     ties = state.tied_names(model, mine)
+    saved = {*entries, *aliases, *plan.common["objects"].get(extra_state(section), {})}
+    plan.differences += _unmatched_names(model, section, saved, [*mine, *others], ties)
     named = {name: [name] for name in mine if name not in ties}  # all names of each tensor, by the first
     for name, first in ties.items():
         named[first].append(name)
-    there = {first for first, its_names in named.items() if not saved.isdisjoint(its_names)}
-    missing = [name for name in (*mine, *others) if name not in saved and ties.get(name, name) not in there]
-    plan.differences += differences.listed(section, "in the model, not in the checkpoint", missing, KEEP)
-    unexpected = sorted(name for name in saved if name not in mine and name not in others)
-    plan.differences += differences.listed(section, "in the checkpoint, not in the model", unexpected, LEAVE_OUT)
-    if missing and unexpected and custom_state.has_load_hooks(model):
-        plan.differences.append(
-            Difference(f"{section}: its load hooks do not see the names of a checkpoint", _BY_HOOKS)
-        )
+        sources = aliases.get(first, first), aliases.get(name, name)
+        if {*sources} <= entries.keys() and len({*sources}) > 1:
+            plan.ties.append(Tie(section, (first, name), sources, mine[name]))
     custom = custom_state.CustomState(model, section, values=others)
     detached = custom_state.detached_names(model, mine)
     unlike = []
-    for name, tensor in mine.items():
-        source = aliases.get(name, name)
-        if name in ties:
-            first = ties[name]
-            sources = aliases.get(first, first), source
-            if {*sources} <= entries.keys() and len({*sources}) > 1:
-                plan.ties.append(Tie(section, (first, name), sources, tensor))
+    for name, its_names in named.items():
+        tensor = mine[name]
+        source = next((found for one in its_names if (found := aliases.get(one, one)) in entries), None)
+        if source is None:
             continue
-        source = next((other for one in named[name] if (other := aliases.get(one, one)) in entries), source)
-        if source not in entries:
-            continue
-        if name in detached:
-            custom.tensors[name] = (source, tensor)
-            continue
-        if entries[source].shape != tuple(tensor.shape) and custom_state.may_resize(model, name):
+        is_resized = entries[source].shape != tuple(tensor.shape) and custom_state.may_resize(model, name)
+        if name in detached or is_resized:
             custom.tensors[name] = (source, tensor)
         elif difference := _mismatch(entries[source], tensor):
             unlike.append(f"{name}: {difference}")
@@ -225,6 +212,20 @@ def _plan_model(model: nn.Module, section: str, index: Index, plan: Plan) -> Non
         plan.problems.append(f"{section}: {first_few(unlike, 3)}; {_OF_ANOTHER_FORM}")
     if custom.tensors or others or custom_state.is_customized(model):
         plan.custom.append(custom)
+
+
+def _unmatched_names(
+    model: nn.Module, section: str, saved: set[str], present: list[str], ties: dict[str, str]
+) -> list[Difference]:
+    """What only the model has, and only the checkpoint. One name of a tied tensor is enough."""
+    there = {ties.get(name, name) for name in saved}
+    missing = [name for name in present if ties.get(name, name) not in there]
+    unexpected = sorted(saved.difference(present))
+    found = differences.listed(section, "in the model, not in the checkpoint", missing, KEEP)
+    found += differences.listed(section, "in the checkpoint, not in the model", unexpected, LEAVE_OUT)
+    if missing and unexpected and custom_state.has_load_hooks(model):
+        found.append(Difference(f"{section}: its load hooks do not see the names of a checkpoint", _BY_HOOKS))
+    return found
 
 
 _BY_HOOKS = (
