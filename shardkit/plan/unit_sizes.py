@@ -3,8 +3,10 @@
 The units come from `model/cut.py`, as for a live model.
 """
 
+from __future__ import annotations
+
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import dropwhile
 from math import ceil, prod
@@ -12,7 +14,7 @@ from math import ceil, prod
 from shardkit.config.meaning import WIDE, Dtypes, dtypes, mesh_sizes, reshards_after_forward
 from shardkit.config.schema import Config
 from shardkit.model.blocks import repeated_classes
-from shardkit.model.cut import as_trained, cut, outermost, shard_dim, whole
+from shardkit.model.cut import Cut, as_trained, cut, outermost, shard_dim, whole
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan import averages
 from shardkit.plan.averages import Ema
@@ -125,14 +127,34 @@ def layout(
         used = replace(used, reduce=hook)
     tree = as_trained(tree, used.param)
     decided = cut(tree, config.fsdp, used.param) if is_sharded else whole(tree)
+    sizes = _Sizes(used, found.shards, optimizers_of(tree, optimizer), not is_sharded, ema)
+    units, root = _units(tree, decided, sizes)
+    parameters = dict(tree.owned())
+    of_whole = _whole_tensors(parameters, parameters.keys() - decided.replicated if is_sharded else (), sizes)
+    buffer_bytes = sum(b.numel * itemsize(b.dtype) for node in tree.walk() for b in node.buffers if not b.tied_to)
+    return ShardedSizes(
+        axes=found,
+        units=units,
+        root=root,
+        replicated=replace(sizes, shards=1).unit("", [(n, parameters[n]) for n in decided.replicated], True, 0),
+        buffer_bytes=buffer_bytes,
+        averaged_buffer_bytes=buffer_bytes if ema is Ema.MODEL else 0,
+        cast_bytes=0 if is_sharded else _cast_bytes(tree, used.param),
+        in_step=in_step(optimizer, [tensor for _, tensor in of_whole], found.shards, found.replicas),
+        whole_state_bytes=sum(
+            state_bytes(kind, tensor.shape, tensor.itemsize)
+            for kind, tensor in of_whole
+            if tensor.part is not None and is_state_whole(kind, tensor.shape)
+        ),
+    )
+
+
+def _units(tree: ModuleNode, decided: Cut, sizes: _Sizes) -> tuple[tuple[UnitSizes, ...], UnitSizes]:
+    """The units in forward order, and the root."""
     parameters = dict(tree.owned())
     owned = {unit.fqn: [(name, parameters[name]) for name in unit.parameters] for unit in decided.units}
     keeps_dtype = {unit.fqn: unit.keeps_dtype for unit in decided.units}
     chosen = {fqn for fqn in owned if fqn}
-    kinds = optimizers_of(tree, optimizer)
-    sizes = _Sizes(used, found.shards, kinds, not is_sharded, ema)
-    of_whole = [(n, p) for n, p in parameters.items() if p.trainable and needs_whole(kinds[n])]
-    split = {n: sizes.local_shape(p) for n, p in of_whole if is_sharded and n not in decided.replicated}
     early, late = _root_ends(tree, chosen)
     blocks = _block_counts(tree, chosen)
     units: list[UnitSizes] = []
@@ -140,28 +162,19 @@ def layout(
     for fqn in [node.fqn for node in tree.walk() if node.fqn in chosen]:
         has_trainable = has_trainable or any(p.trainable for _, p in owned[fqn])
         if owned[fqn]:
-            units.append(sizes.unit(fqn, owned[fqn], has_trainable, blocks.get(fqn, 0), keeps_dtype[fqn]))
-    buffer_bytes = sum(b.numel * itemsize(b.dtype) for node in tree.walk() for b in node.buffers if not b.tied_to)
-    return ShardedSizes(
-        axes=found,
-        units=tuple(units),
-        root=sizes.unit("", owned[""], True, blocks.get("", 0), early=late),
-        replicated=replace(sizes, shards=1).unit("", [(n, parameters[n]) for n in decided.replicated], True, 0),
-        buffer_bytes=buffer_bytes,
-        averaged_buffer_bytes=buffer_bytes if ema is Ema.MODEL else 0,
-        cast_bytes=0 if is_sharded else _cast_bytes(tree, used.param),
-        in_step=in_step(
-            optimizer,
-            [WholeTensor(p.shape, itemsize(p.dtype), split.get(name)) for name, p in of_whole],
-            found.shards,
-            found.replicas,
-        ),
-        whole_state_bytes=sum(
-            state_bytes(kinds[n], p.shape, itemsize(p.dtype))
-            for n, p in of_whole
-            if n in split and is_state_whole(kinds[n], p.shape)
-        ),
-    )
+            units.append(sizes.unit(fqn, owned[fqn], has_trainable, blocks[fqn], keeps_dtype[fqn]))
+    return tuple(units), sizes.unit("", owned[""], True, blocks[""], early=late)
+
+
+def _whole_tensors(
+    parameters: Mapping[str, Parameter], sharded: Container[str], sizes: _Sizes
+) -> list[tuple[str, WholeTensor]]:
+    """(optimizer, parameter) of those whose optimizer needs them whole."""
+    return [
+        (kind, WholeTensor(p.shape, itemsize(p.dtype), sizes.local_shape(p) if name in sharded else None))
+        for name, p in parameters.items()
+        if p.trainable and needs_whole(kind := sizes.optimizers[name])
+    ]
 
 
 def optimizers_of(tree: ModuleNode, optimizer: str) -> dict[str, str]:
