@@ -29,42 +29,63 @@ def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[
     machines = ranks_of_each = None
     blocks: dict[str, dict[str, str]] = {}
     while rest and rest[0].startswith("-") and rest[0] != "--":
-        name, is_joined, value = rest.pop(0).partition("=")
-        name = name.replace("_", "-") if name.startswith("--") else name
-        name = SAME.get(name, name)
-        key = f"fsdp_config.fsdp_{name[7:].replace('-', '_')}" if name.startswith("--fsdp-") else KEYS.get(name)
-        if name in REFUSED:
-            raise UsageError(f"{name}: {REFUSED[name]}")
-        if name in {RANKS_OF_EACH, "--num-machines"}:
-            value = _value(is_joined, value, rest)
-        if name == RANKS_OF_EACH:
-            ranks_of_each = value
-        elif name == "--num-machines":
-            machines, ours = value, [*ours, name, value]
-        elif name in OF_OTHER_LAUNCHERS:
-            _value(is_joined, value, rest)
-        elif name in SWITCHES:
-            ours += ["--set", SWITCHES[name]] if SWITCHES[name] else []
-        elif (block := _block_of(name)) and name not in with_value:
-            inner = name[2:].replace("-", "_").removeprefix("fp8_")
-            given = "true" if name in SWITCHES_OF_BLOCKS else _value(is_joined, value, rest)
+        flag = _Flag.taken_off(rest)
+        if flag.name in REFUSED:
+            raise UsageError(f"{flag.name}: {REFUSED[flag.name]}")
+        if flag.name == RANKS_OF_EACH:
+            ranks_of_each = flag.value()
+        elif flag.name == "--num-machines":
+            machines = flag.value()
+            ours += [flag.name, machines]
+        elif flag.name not in with_value and (block := _block_of(flag.name)):
+            inner = flag.name[2:].replace("-", "_").removeprefix("fp8_")
+            given = "true" if flag.name in SWITCHES_OF_BLOCKS else flag.value()
             blocks.setdefault(block, {})[inner] = given
-        elif key is not None and name not in with_value:
-            ours += ["--set", f"{key}={_value(is_joined, value, rest)}"]
-        elif name in with_value and not (is_joined and name.startswith("--")):  # of -n=2 click takes =2 for the value
-            ours += [name, *([value] if is_joined else rest[:1])]
-            rest = rest if is_joined else rest[1:]
         else:
-            ours.append(f"{name}={value}" if is_joined else name)
-        if name in {"-m", "--module"}:
+            ours += _translated(flag, with_value)
+        if flag.name in {"-m", "--module"}:
             rest = ["--", *rest]
             break
     return [*_total(ranks_of_each, machines), *_settings_of(blocks), *ours, *rest]
 
 
-def _value(is_joined: str, value: str, rest: list[str]) -> str:
-    """The value of a flag: after its `=`, or the next word, which is taken off the rest."""
-    return value if is_joined else rest.pop(0) if rest else ""
+@dataclass(frozen=True)
+class _Flag:
+    """A flag by our name for it, the value that is joined to it by `=`, and the words after it."""
+
+    name: str
+    joined: str | None
+    rest: list[str]
+
+    @classmethod
+    def taken_off(cls, rest: list[str]) -> "_Flag":
+        """The first of the words, which is taken off them."""
+        name, is_joined, value = rest.pop(0).partition("=")
+        name = name.replace("_", "-") if name.startswith("--") else name
+        return cls(SAME.get(name, name), value if is_joined else None, rest)
+
+    def value(self) -> str:
+        """The joined value, or the next word, which is taken off the rest."""
+        return self.joined if self.joined is not None else self.rest.pop(0) if self.rest else ""
+
+
+def _translated(flag: _Flag, with_value: Collection[str]) -> list[str]:
+    """The words of our command line for a flag."""
+    name = flag.name
+    key = f"fsdp_config.fsdp_{name[7:].replace('-', '_')}" if name.startswith("--fsdp-") else KEYS.get(name)
+    if name in OF_OTHER_LAUNCHERS:
+        flag.value()
+        return []
+    if name in SWITCHES:
+        return ["--set", SWITCHES[name]] if SWITCHES[name] else []
+    if name not in with_value:
+        plain = name if flag.joined is None else f"{name}={flag.joined}"
+        return [plain] if key is None else ["--set", f"{key}={flag.value()}"]
+    if flag.joined is not None and name.startswith("--"):
+        return [f"{name}={flag.joined}"]
+    if flag.joined is None and not flag.rest:
+        return [name]
+    return [name, flag.value()]  # of -n=2 click takes =2 for the value
 
 
 def _settings_of(blocks: dict[str, dict[str, str]]) -> list[str]:
