@@ -36,6 +36,7 @@ from shardkit.checkpoint.files.manifest import File, Manifest
 from shardkit.checkpoint.saving import opening
 from shardkit.checkpoint.states import per_rank, state, tensors
 from shardkit.checkpoint.states.state import Live
+from shardkit.dims import part_of_dim
 
 RANKS = (2, 64, 1024, 4096)
 # DCP at 4,096 ranks would need about 17 GiB and two minutes.
@@ -110,7 +111,7 @@ def live_of(ranks: int, blocks: int) -> Live:
     mesh = init_device_mesh("cpu", (ranks,))
 
     def sharded(shape: tuple[int, ...]) -> DTensor:
-        _, size = layout.part(shape[0], ranks, ranks // 2)
+        _, size = part_of_dim(shape[0], ranks, ranks // 2)
         own = torch.empty(1).expand(size, *shape[1:])  # one value: a save refuses the meta device
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
@@ -206,7 +207,7 @@ def measure_dcp(ranks: int, blocks: int) -> dict[str, Any]:
 def _of_rank(item: WriteItem, ranks: int, rank: int) -> WriteItem:
     """The item as another rank plans it."""
     assert item.tensor_data is not None
-    begin, size = layout.part(item.tensor_data.size[0], ranks, rank)
+    begin, size = part_of_dim(item.tensor_data.size[0], ranks, rank)
     rest = item.tensor_data.chunk.offsets[1:]
     offsets, sizes = torch.Size((begin, *rest)), torch.Size((size, *item.tensor_data.size[1:]))
     chunk = ChunkStorageMetadata(offsets, sizes)

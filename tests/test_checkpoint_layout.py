@@ -8,6 +8,7 @@ import pytest
 
 from shardkit.checkpoint.files import index_json, layout
 from shardkit.checkpoint.files.layout import Box, Index, Mesh, TensorEntry
+from shardkit.dims import part_of_dim
 from shardkit.errors import CheckpointCorrupted
 
 MESHES = [
@@ -51,7 +52,7 @@ def test_the_rule_is_dtensors():
             length = min(step, left)
             expected.append((min(number * step, size), length))
             left -= length
-        assert [layout.part(size, parts, number) for number in range(parts)] == expected
+        assert [part_of_dim(size, parts, number) for number in range(parts)] == expected
 
 
 def test_large_copies_are_spread_over_their_holders():

@@ -22,7 +22,14 @@ PLAN_WITHOUT_TORCH = [
 # The lowest layer first. A package imports from itself and from those in the rows above its own, from no other.
 LAYERS = [
     ["shardkit", "shardkit.errors", "shardkit.env"],
-    ["shardkit.digits", "shardkit.signatures", "shardkit.systems", "shardkit.values", "shardkit.wording"],
+    [
+        "shardkit.dims",
+        "shardkit.digits",
+        "shardkit.signatures",
+        "shardkit.systems",
+        "shardkit.values",
+        "shardkit.wording",
+    ],
     ["shardkit.sizes"],
     [
         f"shardkit.{name}"

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardkit.dims import part_of_dim
 from shardkit.distributed import xla
 
 if TYPE_CHECKING:
@@ -180,18 +181,14 @@ def part_on_mesh(tensor: DTensor) -> torch.Tensor:
 
 
 def local_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """Which part of the whole tensor this rank holds, one slice a dim: `whole[local_slices(tensor)]`.
-
-    One dim is split into equal chunks, the last ones shorter or empty.
-    """
+    """Which part of the whole tensor this rank holds, one slice a dim: `whole[local_slices(tensor)]`."""
     slices = [slice(0, size) for size in tensor.shape]
     for axis, placement in enumerate(tensor.placements):
         if placement.is_shard():
             dim = placement.dim  # type: ignore[attr-defined]
-            size = tensor.shape[dim]
-            chunk = -(-size // tensor.device_mesh.size(axis))
-            start = min(chunk * tensor.device_mesh.get_local_rank(axis), size)
-            slices[dim] = slice(start, min(start + chunk, size))
+            mesh = tensor.device_mesh
+            begin, length = part_of_dim(tensor.shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            slices[dim] = slice(begin, begin + length)
     return tuple(slices)
 
 

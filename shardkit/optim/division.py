@@ -17,12 +17,6 @@ MUON_ITEMSIZE = 2
 Shape = tuple[int, ...]
 
 
-def lengths(size: int, shards: int) -> list[int]:
-    """How much of a dim of this size each shard holds: equal chunks, the last ones shorter or empty."""
-    chunk = -(-size // shards)
-    return [min(chunk, max(0, size - chunk * shard)) for shard in range(shards)]
-
-
 def cost(shape: Shape) -> int:
     """Multiplications in one Newton-Schulz iteration: two products with the smaller side's square, and that square's
     own (https://kellerjordan.github.io/posts/muon)."""

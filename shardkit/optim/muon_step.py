@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardkit.dims import part_of_dim
 from shardkit.distributed.tensors import gathers_in_host_memory, is_dtensor, local_part, sharded_like
 from shardkit.optim import division
 from shardkit.optim.division import Shape
@@ -109,7 +110,8 @@ class _Matrix:
     def part_shapes(self, shards: int) -> list[Shape]:
         """The shape of each shard's part."""
         shape, dim = self.parameter.shape, self.dim
-        return [(*shape[:dim], length, *shape[dim + 1 :]) for length in division.lengths(shape[dim], shards)]
+        lengths = (part_of_dim(shape[dim], shards, shard)[1] for shard in range(shards))
+        return [(*shape[:dim], length, *shape[dim + 1 :]) for length in lengths]
 
     @property
     def part(self) -> torch.Tensor:

@@ -23,6 +23,7 @@ from math import prod
 from typing import Any, Literal
 
 from shardkit.checkpoint.files import disk
+from shardkit.dims import part_of_dim
 from shardkit.errors import CheckpointCorrupted
 
 Kind = Literal["sharded", "full"]
@@ -172,19 +173,12 @@ def unravel(position: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(numbers))
 
 
-def part(size: int, parts: int, number: int) -> tuple[int, int]:
-    """Begin and length of the number-th of `parts` chunks of `size` (torch.chunk's and DTensor's rule)."""
-    step = -(-size // parts)
-    begin = min(number * step, size)
-    return begin, min(begin + step, size) - begin
-
-
 def local_box(entry: TensorEntry, mesh: Mesh, coordinate: Sequence[int]) -> Box:
     """The part of a tensor that the rank at a coordinate of the mesh holds."""
     offsets, sizes = [0] * len(entry.shape), list(entry.shape)
     for axis, dim in enumerate(entry.placements):
         if dim is not None:
-            begin, sizes[dim] = part(sizes[dim], mesh.shape[axis], coordinate[axis])
+            begin, sizes[dim] = part_of_dim(sizes[dim], mesh.shape[axis], coordinate[axis])
             offsets[dim] += begin
     return Box(tuple(offsets), tuple(sizes))
 
@@ -221,7 +215,7 @@ def chunk_of(name: str, entry: TensorEntry, mesh: Mesh, rank: int) -> Chunk | No
         number = number * mesh.shape[axis] + coordinate[axis]
     if copies.dim is None:
         return Chunk(name, entry.dtype, box) if number == copies.owner and box.count else None
-    begin, size = part(box.sizes[copies.dim], copies.count, number)
+    begin, size = part_of_dim(box.sizes[copies.dim], copies.count, number)
     box = _narrow(box, copies.dim, box.offsets[copies.dim] + begin, size)
     return Chunk(name, entry.dtype, box) if box.count else None
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shardkit.dims import part_of_dim
 from shardkit.distributed.tensors import from_part, is_dtensor, local_part, own_part, part_on_mesh, sharded_like
 from shardkit.sharding.tensors.copied_parts import CopiedPart, as_copy
 
@@ -156,7 +157,7 @@ def is_uneven(tensor: DTensor) -> bool:
 
 def has_empty_part(tensor: DTensor) -> bool:
     """Whether a rank has no element of it."""
-    return any(-(-size // ranks) * (ranks - 1) >= size for size, ranks in _sharded_dims(tensor))
+    return any(part_of_dim(size, ranks, ranks - 1)[1] == 0 for size, ranks in _sharded_dims(tensor))
 
 
 def is_single(tensor: DTensor) -> bool:
