@@ -39,8 +39,14 @@ def keep_plain(loss: torch.Tensor) -> None:
         if node is not None and node.name() == _ACCUMULATES and not node.metadata.get(_whole):
             node.register_prehook(_whole)
             node.metadata[_whole] = True  # a leaf's node may outlive this graph
-    of_samples = [node for node, plain in meeting.items() if not all(map(_is_of_parameter, plain))]
-    for node in _with_users(of_samples, sharded) if loss.device_mesh.size() > 1 else ():
+    if loss.device_mesh.size() > 1:
+        of_samples = [node for node, plain in meeting.items() if not all(map(_is_of_parameter, plain))]
+        _refuse_products(_with_users(of_samples, sharded))
+
+
+def _refuse_products(nodes: Iterable[Any]) -> None:
+    """UsageError where one of these nodes is more than a sum, or a scale by a number."""
+    for node in nodes:
         kind = _kind(node)
         operands = sum(following is not None for following, _ in node.next_functions)
         if kind not in _SUMS | _VIEWS and not (kind in _SCALES and operands == 1):
