@@ -1,6 +1,6 @@
 """`prepare`: models are parallelized, optimizers rebound to their parameters, loaders split over ranks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -295,32 +295,30 @@ def _refuse_strangers(run: Run, optimizer: AcceleratedOptimizer) -> None:
     own = {id(parameter) for model in run.models for parameter in every_parameter(model)}
     _refuse_late(run, optimizer.optimizer)
     strangers = [parameter for parameter in optimizer.parameters if id(parameter) not in own]
-    if strangers:
-        got = f"got {len(strangers)} of {len(optimizer.parameters)}, the first of shape {tuple(strangers[0].shape)}"
-        name = type(optimizer.optimizer).__name__
-        if all(any(id(parameter) in one.parameters for one in run.taken) for parameter in strangers):
-            again = "call accelerator.free_memory() and prepare the model with a new optimizer"
-            if run.config.mode == "fsdp" and any(True for one in run.taken for _ in _added(one)):
-                again = (
-                    "build a new model with the new modules, load these weights, and prepare it with a new optimizer"
-                )
-            raise UsageError(
-                f"prepare: {name} trains parameters that were removed from the model after it was prepared ({got}); "
-                f"leave them out of the optimizer's param_groups, or {again}."
-            )
+    if not strangers:
+        return
+    got = f"got {len(strangers)} of {len(optimizer.parameters)}, the first of shape {tuple(strangers[0].shape)}"
+    name = type(optimizer.optimizer).__name__
+    if not all(any(id(parameter) in one.parameters for one in run.taken) for parameter in strangers):
         raise UsageError(
             f"prepare: {name} trains parameters of no prepared model ({got}); "
             "prepare the model before its optimizer, or in the same call; put a parameter without a module (SAC's "
             "log_alpha) into a module of its own whose forward uses it, and prepare that too."
         )
+    again = "call accelerator.free_memory() and prepare the model with a new optimizer"
+    if run.config.mode == "fsdp" and any(map(_added, run.taken)):
+        again = "build a new model with the new modules, load these weights, and prepare it with a new optimizer"
+    raise UsageError(
+        f"prepare: {name} trains parameters that were removed from the model after it was prepared ({got}); "
+        f"leave them out of the optimizer's param_groups, or {again}."
+    )
 
 
-def _added(taken: Taken) -> Iterator[tuple[str, nn.Parameter]]:
+def _added(taken: Taken) -> list[tuple[str, nn.Parameter]]:
     """(name, parameter) of those that the model has got since it was prepared."""
-    for fqn, parameter in unwrapped(taken.model).named_parameters():
-        # Sharded ones are FSDP's own, which it makes anew for load_state_dict(assign=True).
-        if id(parameter) not in taken.parameters and not is_dtensor(parameter):
-            yield fqn, parameter
+    named = unwrapped(taken.model).named_parameters()
+    # Sharded ones are FSDP's own, which it makes anew for load_state_dict(assign=True).
+    return [(fqn, p) for fqn, p in named if id(p) not in taken.parameters and not is_dtensor(p)]
 
 
 def _refuse_late(run: Run, optimizer: torch.optim.Optimizer) -> None:
