@@ -95,9 +95,8 @@ class Run:
     announced: int = 0
     """How many of the models are in what the run has printed."""
     is_triggered: bool = False
-    has_warned_of_empty_clip: bool = False
-    has_warned_of_other_accelerator: bool = False
-    has_warned_of_left_out: bool = False
+    has_warned_of: set[str] = field(default_factory=set)
+    """What is told once in a run."""
     watched: WeakSet[nn.Module] = field(default_factory=WeakSet)
     """Models whose backwards this run notes, also those dropped since."""
     models: list[nn.Module] = field(init=False)

@@ -16,7 +16,7 @@ log = get_logger(__name__)
 def warn(run: Run) -> None:
     """At a save; once of each kind. Not where save hooks are registered, since these may save what the script wants."""
     run.followers.warn_of_changed(run.registered, has_hooks=bool(run.hooks.at_save))
-    if run.hooks.at_save or run.has_warned_of_left_out or not run.process.is_main:
+    if run.hooks.at_save or "left out" in run.has_warned_of or not run.process.is_main:
         return
     held = {id(one) for registered in run.registered for one in _within(registered)}
     prepared = {id(parameter) for one in run.optimizers for parameter in one.parameters}
@@ -31,7 +31,7 @@ def warn(run: Run) -> None:
     ]
     found = [type(one).__name__ for one in strangers] + [f"a schedule of {type(one).__name__}" for one in scheduled]
     if found:
-        run.has_warned_of_left_out = True
+        run.has_warned_of.add("left out")
         log.warning(
             "checkpoint: what trains the model and was not prepared is in no checkpoint, and a resumed run begins it "
             "anew (got %s); prepare it, or register it: accelerator.register_for_checkpointing(...).",

@@ -231,11 +231,6 @@ class Accumulation:
             )
         self.loss_scale.unscale(optimizer, new.own > 0, others)
 
-    def check_gradients(self) -> None:
-        """Raises UsageError or ModelError where an optimizer must not step on the present gradients. Collective in the
-        first steps."""
-        self.events.before_step()
-
     @property
     def backwards_outside_windows(self) -> int:
         """Backwards since the last step, of a loop without `accumulate()`; 0 in a window."""

@@ -20,7 +20,8 @@ class StepEvents:
     on_batch: Callable[[], None] = _nothing
     """Called once for each batch that is trained on."""
     before_step: Callable[[], None] = _nothing
-    """Called before each step of a prepared optimizer; raises where it must not step."""
+    """Called before each step of a prepared optimizer; raises UsageError or ModelError where it must not step on the
+    present gradients. Collective in the first steps."""
     before_foreign_step: Callable[[torch.optim.Optimizer], None] = _nothing
     """Called before the first step of an optimizer that was not prepared; raises where it must not step."""
     on_step: Callable[[], None] = _nothing

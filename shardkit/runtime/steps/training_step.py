@@ -39,8 +39,8 @@ def _warn_of_other_accelerator(run: Run) -> None:
         return
     owners = [other for other in foreign_steps.others(run.accumulation) if other.models]
     steps = [other.steps for other in owners if other.steps != run.accumulation.steps]
-    if steps and run.process.is_main and not run.has_warned_of_other_accelerator:
-        run.has_warned_of_other_accelerator = True
+    if steps and run.process.is_main and "other accelerator" not in run.has_warned_of:
+        run.has_warned_of.add("other accelerator")
         log.warning(
             "accumulation: this Accelerator has prepared no model, and its windows are its own (micro-batches a step: "
             "got %d; the one that has prepared a model has %d); call backward, clip_grad_norm_ and sync_gradients of "
@@ -237,8 +237,8 @@ def _own_parameters(run: Run, parameters: Any) -> list[torch.Tensor]:
 
 
 def _warn_of_nothing_to_clip(run: Run) -> None:
-    if run.process.is_main and not run.has_warned_of_empty_clip:
-        run.has_warned_of_empty_clip = True
+    if run.process.is_main and "empty clip" not in run.has_warned_of:
+        run.has_warned_of.add("empty clip")
         log.warning(
             "clip: no parameters are given, so no gradients are clipped (got an empty list, or an iterator such as "
             "filter(...) that the optimizer has read); give a list."
