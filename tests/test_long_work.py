@@ -43,7 +43,7 @@ def said_in_a_run(folder, kind):
     kept = long_work.SILENT_S, long_work.EVERY_S
     long_work.SILENT_S = long_work.EVERY_S = 0.0
     try:
-        with log_lines("shardkit.runtime.checkpoints.saving", logging.INFO) as lines:
+        with log_lines("shardkit.runtime.checkpoints.beginning", logging.INFO) as lines:
             accelerator = Accelerator(config={**CONFIG, "fsdp_config": {"fsdp_state_dict_type": kind}})
             model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
             model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))

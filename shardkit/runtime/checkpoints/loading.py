@@ -12,8 +12,9 @@ from shardkit.distributed.tensors import every_parameter
 from shardkit.errors import CheckpointError, CheckpointMissing, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import settings
+from shardkit.runtime.checkpoints.beginning import joint_session
 from shardkit.runtime.checkpoints.save_session import SaveSession
-from shardkit.runtime.checkpoints.saving import joint_session, live_of, root_of, wait
+from shardkit.runtime.checkpoints.saving import live_of, root_of, wait
 from shardkit.runtime.run import Run
 from shardkit.sharding import ddp_hooks
 from shardkit.sharding.gradient_sync import drop_unreduced

@@ -57,9 +57,9 @@ class _SavePretrained:
             return own(*args, **kwargs)
         self.check(_NAME, sys._getframe(1))
         from shardkit.checkpoint.states import state  # not before: a script may never save
-        from shardkit.runtime.checkpoints import saving
+        from shardkit.runtime.checkpoints.beginning import begin_save
 
-        session = saving.begin_save(self._of_model.run, _NAME)
+        session = begin_save(self._of_model.run, _NAME)
         whole = state.whole_tensors(self._module)
 
         def write() -> Any:

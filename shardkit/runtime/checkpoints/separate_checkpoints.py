@@ -21,8 +21,9 @@ from shardkit.checkpoint.states import state
 from shardkit.checkpoint.states.state import Live
 from shardkit.distributed import random_state
 from shardkit.distributed.tensors import clean_name, every_parameter, unwrapped
+from shardkit.runtime.checkpoints.beginning import begin_save
 from shardkit.runtime.checkpoints.loading import begin_load
-from shardkit.runtime.checkpoints.saving import begin_save, mesh_of, state_kind
+from shardkit.runtime.checkpoints.saving import mesh_of, state_kind
 from shardkit.runtime.run import Run
 from shardkit.storage.url import Place
 
