@@ -3,6 +3,9 @@
 In one process an update of one changes the other. Shards are copies, so under FSDP it would not.
 """
 
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -10,28 +13,46 @@ from torch.nn.parameter import is_lazy
 from shardkit.distributed.tensors import is_dtensor
 
 
+class _Extent(NamedTuple):
+    """Where a tensor lies in memory: the addresses of its first byte, and after its last."""
+
+    begin: int
+    end: int
+    is_dense: bool
+    name: str
+    is_trained: bool
+
+
 def pairs_in_same_memory(model: nn.Module) -> list[tuple[str, str]]:
     """The names of a trained parameter and another parameter or buffer that overlap in memory."""
-    by_storage: dict[tuple[torch.device, int], list[tuple[int, int, bool, str, torch.Tensor]]] = {}
+    by_storage: dict[tuple[torch.device, int], list[_Extent]] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not _has_own_memory(tensor):
-            continue
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        begin, is_dense = tensor.data_ptr(), extent == tensor.numel()
-        end, storage = begin + extent * tensor.element_size(), tensor.untyped_storage().data_ptr()
-        by_storage.setdefault((tensor.device, storage), []).append((begin, end, is_dense, name, tensor))
-    found = []
-    for members in by_storage.values():
-        members.sort(key=lambda member: member[0])
-        for number, (begin, end, is_dense, name, tensor) in enumerate(members):
-            for other_begin, _, other_is_dense, other_name, other in members[number + 1 :]:
-                if other_begin >= end:
-                    break
-                is_trained = tensor.requires_grad or other.requires_grad
-                # Strided parts of one tensor, such as its columns, may alternate in memory without an overlap.
-                if is_trained and (begin == other_begin or (is_dense and other_is_dense)):
-                    found.append((name, other_name))
-    return found
+        if _has_own_memory(tensor):
+            key = tensor.device, tensor.untyped_storage().data_ptr()
+            by_storage.setdefault(key, []).append(_extent(name, tensor))
+    return [
+        (one.name, other.name)
+        for members in by_storage.values()
+        for one, other in _overlapping(sorted(members, key=lambda member: member.begin))
+        # Strided parts of one tensor, such as its columns, may alternate in memory without an overlap.
+        if (one.is_trained or other.is_trained) and (one.begin == other.begin or (one.is_dense and other.is_dense))
+    ]
+
+
+def _extent(name: str, tensor: torch.Tensor) -> _Extent:
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    end = begin + elements * tensor.element_size()
+    return _Extent(begin, end, elements == tensor.numel(), name, tensor.requires_grad)
+
+
+def _overlapping(extents: Sequence[_Extent]) -> Iterator[tuple[_Extent, _Extent]]:
+    """The pairs in which the second, in the order of `begin`, begins before the end of the first."""
+    for number, one in enumerate(extents, 1):
+        for other in extents[number:]:
+            if other.begin >= one.end:
+                break
+            yield one, other
 
 
 def _has_own_memory(tensor: torch.Tensor) -> bool:
