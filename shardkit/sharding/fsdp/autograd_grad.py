@@ -68,12 +68,20 @@ def _run_backward(
         _note_graph(found)
     if accumulate_grad or not gathered:
         return found
-    results = list(found[: len(inputs)])
-    means = _means([inputs[number] for number in gathered], found[len(inputs) :])
-    for number, mean in zip(gathered, means, strict=True):
+    return _with_means(inputs, list(gathered), found, allow_unreachable)
+
+
+def _with_means(
+    inputs: Sequence[Any], sharded: Sequence[int], found: Sequence[torch.Tensor | None], may_miss: bool
+) -> tuple[Any, ...]:
+    """What `grad` returns, where `found` has the gradients of all inputs and after them those of the gathered
+    parameters of the sharded ones, by their numbers. Collective."""
+    results: list[Any] = list(found[: len(inputs)])
+    means = _means([inputs[number] for number in sharded], found[len(inputs) :])
+    for number, mean in zip(sharded, means, strict=True):
         direct = results[number]
         results[number] = mean if direct is None else direct if mean is None else direct + mean
-    if not allow_unreachable and any(one is None for one in results):
+    if not may_miss and any(one is None for one in results):
         raise RuntimeError(
             "torch.autograd.grad: an input does not appear to have been used in the graph of the outputs (got "
             f"number {results.index(None)} of {len(inputs)}); leave it out, or set allow_unused=True."
