@@ -91,19 +91,12 @@ class Trackers:
             )
         name = re.sub(r"[^\w.-]+", "_", project := str(project))
         place = None if folder is None else Path(folder) / name
-        wanted = expanded(self.selected)
-        if place is None and "all" in self.selected:
-            wanted = [one for one in wanted if not _kind_of(one).requires_logging_directory or one in self.selected]
-        if "jsonl" not in wanted:
-            wanted += ["jsonl"] if place is not None else []
-            if place is None:
-                log.info("trackers: no metrics file, because no folder is set; use Accelerator(project_dir=...).")
         if config is not None and not isinstance(config, Mapping):
             raise UsageError(
                 f"init_trackers: config is not values by name (got {type(config).__name__}); give a dict, such as "
                 "vars(args) or dataclasses.asdict(config)."
             )
-        arguments = arguments or {}
+        wanted, arguments = self._wanted(place), arguments or {}
         self._refuse(wanted, place, arguments)
         if place is not None and self._is_main:
             _make(place)
@@ -113,6 +106,15 @@ class Trackers:
             tracker.start()
             if config is not None:
                 tracker.store_init_configuration(dict(config))
+
+    def _wanted(self, place: Path | None) -> list[str | Tracker]:
+        """The selected ones, and the file of metrics where there is a folder."""
+        wanted = expanded(self.selected)
+        if place is None and "all" in self.selected:
+            wanted = [one for one in wanted if not _kind_of(one).requires_logging_directory or one in self.selected]
+        if place is None and "jsonl" not in wanted:
+            log.info("trackers: no metrics file, because no folder is set; use Accelerator(project_dir=...).")
+        return wanted if place is None or "jsonl" in wanted else [*wanted, "jsonl"]
 
     def get(self, name: str, unwrap: bool = False) -> Any:
         """The tracker of that name, or its native object; on other ranks a placeholder that does nothing, also where a
