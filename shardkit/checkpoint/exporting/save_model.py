@@ -8,6 +8,7 @@ if a piece is not contiguous.
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,35 +83,87 @@ def _save_files(
     drift = _drift(part, compared_buffers, control)
     replicas.leave_to_first(index, {"model": drift.weights})
     write_configs = partial(part.write_configs, dtype=_only_float(targets.values()))
+    one = _Export(part, index, files, write_configs, control)
     if isinstance(part.folder, Url):
-        _into_store(part, part.folder, index, files, write_configs, control)
+        one.upload(part.folder)
     else:
-        _onto_disk(part, part.folder, index, files, write_configs, control)
+        one.write(part.folder)
     size = sizes.in_words(export.total_bytes(files))
     log.info("model saved in %s (%s, %s)", part.folder, size, counted(len(files), "file"))
     return drift
 
 
-def _onto_disk(
-    part: Part,
-    folder: Path,
-    index: Index,
-    files: list[ExportFile],
-    write_configs: Callable[[Path], None],
-    control: ControlGroup,
-) -> None:
-    """Every rank writes its parts into files that rank 0 has made and renames at the end."""
-    opened: list[Opened] = []
-    try:
-        tag, temporary = _on_rank_0(control, folder, lambda: _begin(folder, part.stem, files, opened))
-        _on_rank_0(control, folder, lambda: write_configs(opened[0].temporary))
-        files = export.tagged(files, tag)
-        _together(control, folder, lambda: _write(part, index, files, Path(temporary), control))
-        _on_rank_0(control, folder, lambda: export.publish(opened[0]))
-    except CheckpointSaveError:
-        for mine in opened:
-            export.discard(mine)
-        raise
+@dataclass(frozen=True)
+class _Export:
+    """What all ranks write into one folder."""
+
+    part: Part
+    index: Index
+    files: list[ExportFile]
+    write_configs: Callable[[Path], None]
+    control: ControlGroup
+
+    def write(self, folder: Path) -> None:
+        """Every rank writes its parts into files that rank 0 has made and renames at the end."""
+        on_rank_0 = partial(_on_rank_0, self.control, folder)
+        opened: list[Opened] = []
+        try:
+            tag, temporary = on_rank_0(lambda: _begin(folder, self.part.stem, self.files, opened))
+            on_rank_0(lambda: self.write_configs(opened[0].temporary))
+            files = export.tagged(self.files, tag)
+            _together(self.control, folder, lambda: self._write_pieces(files, Path(temporary)))
+            on_rank_0(lambda: export.publish(opened[0]))
+        except CheckpointSaveError:
+            for mine in opened:
+                export.discard(mine)
+            raise
+
+    def upload(self, url: Url) -> None:
+        """Every rank uploads its pieces; then each rank builds some of the files from the pieces of all."""
+        index, control = self.index, self.control
+        together, on_rank_0 = partial(_together, control, url), partial(_on_rank_0, control, url)
+        tag, export_id = on_rank_0(lambda: [into_store.begin(url, self.files), uuid.uuid4().hex])
+        files = export.tagged(self.files, tag)
+        unlisted = files if len(files) > 1 else []
+        """Files in no index, which are deleted if this fails."""
+        places = {name: place for file in files for name, place in file.places.items()}
+        pieces = self._pieces()
+        mine = into_store.pieces_of(url, export_id, control.rank)
+        size, built_here = control.world_size, files[control.rank :: control.world_size]
+        try:
+            together(lambda: into_store.put_pieces(mine, pieces, places, control.work))
+            on_rank_0(lambda: into_store.put_files(url, self.write_configs))
+            together(lambda: into_store.assemble(url, export_id, index, size, files, built_here))
+            on_rank_0(lambda: into_store.publish(url, self.part.stem, files))
+            unlisted = []
+            on_rank_0(lambda: into_store.discard(url, export_id))
+        except CheckpointSaveError:
+            if control.rank == 0:
+                with suppress(OSError):
+                    into_store.discard(url, export_id, unlisted)
+            raise
+
+    def _pieces(self) -> list[tuple[Chunk, torch.Tensor]]:
+        """Those of this rank, which the progress counts from now on."""
+        pieces = tensors.pieces_to_write(self.index, "model", self.part.tensors, self.control.rank)
+        self.control.work.expect(tensors.bytes_to_write({"model": pieces}))
+        return pieces
+
+    def _write_pieces(self, files: list[ExportFile], temporary: Path) -> None:
+        """Write the pieces of this rank durably."""
+        put.wait_until_seen(temporary)
+        where = {name: (file.name, place) for file in files for name, place in file.places.items()}
+        opened: dict[str, disk.Durable] = {}
+        pieces = self._pieces()
+        with ExitStack() as stack:
+            for chunk, piece in pieces:
+                self.control.work()
+                faults.reach("export-write", self.control.rank)
+                name, place = where[chunk.name]
+                if name not in opened:
+                    opened[name] = stack.enter_context(disk.Durable(temporary / name))
+                _write_piece(opened[name], chunk, piece, place)
+                self.control.work(chunk.bytes)
 
 
 def _begin(folder: Path, stem: str, files: list[ExportFile], opened: list[Opened]) -> list[str]:
@@ -118,38 +171,6 @@ def _begin(folder: Path, stem: str, files: list[ExportFile], opened: list[Opened
     tag = export.free_tag(files, export.names_in(folder))
     opened.append(export.begin(folder, export.tagged(files, tag), stem))
     return [tag, str(opened[0].temporary)]
-
-
-def _into_store(
-    part: Part,
-    url: Url,
-    index: Index,
-    files: list[ExportFile],
-    write_configs: Callable[[Path], None],
-    control: ControlGroup,
-) -> None:
-    """Every rank uploads its pieces; then each rank builds some of the files from the pieces of all."""
-    tag, export_id = _on_rank_0(control, url, lambda: [into_store.begin(url, files), uuid.uuid4().hex])
-    files = export.tagged(files, tag)
-    unlisted = files if len(files) > 1 else []
-    """Files in no index, which are deleted if this fails."""
-    places = {name: place for file in files for name, place in file.places.items()}
-    pieces = tensors.pieces_to_write(index, "model", part.tensors, control.rank)
-    control.work.expect(tensors.bytes_to_write({"model": pieces}))
-    mine = into_store.pieces_of(url, export_id, control.rank)
-    size, built_here = control.world_size, files[control.rank :: control.world_size]
-    try:
-        _together(control, url, lambda: into_store.put_pieces(mine, pieces, places, control.work))
-        _on_rank_0(control, url, lambda: into_store.put_files(url, write_configs))
-        _together(control, url, lambda: into_store.assemble(url, export_id, index, size, files, built_here))
-        _on_rank_0(control, url, lambda: into_store.publish(url, part.stem, files))
-        unlisted = []
-        _on_rank_0(control, url, lambda: into_store.discard(url, export_id))
-    except CheckpointSaveError:
-        if control.rank == 0:
-            with suppress(OSError):
-                into_store.discard(url, export_id, unlisted)
-        raise
 
 
 def _index(part: Part, world_size: int) -> Index:
@@ -212,24 +233,6 @@ def _only_float(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
     """The floating-point dtype among these if it is only one; else None."""
     floats = {dtype for dtype in dtypes if dtype.is_floating_point}
     return floats.pop() if len(floats) == 1 else None
-
-
-def _write(part: Part, index: Index, files: list[ExportFile], temporary: Path, control: ControlGroup) -> None:
-    """Write the pieces of this rank durably."""
-    put.wait_until_seen(temporary)
-    where = {name: (file.name, place) for file in files for name, place in file.places.items()}
-    opened: dict[str, disk.Durable] = {}
-    pieces = tensors.pieces_to_write(index, "model", part.tensors, control.rank)
-    control.work.expect(tensors.bytes_to_write({"model": pieces}))
-    with ExitStack() as stack:
-        for chunk, piece in pieces:
-            control.work()
-            faults.reach("export-write", control.rank)
-            name, place = where[chunk.name]
-            if name not in opened:
-                opened[name] = stack.enter_context(disk.Durable(temporary / name))
-            _write_piece(opened[name], chunk, piece, place)
-            control.work(chunk.bytes)
 
 
 def _write_piece(file: disk.Durable, chunk: Chunk, piece: torch.Tensor, place: Stored) -> None:
