@@ -102,14 +102,12 @@ def name_of(device: torch.device) -> str:
 
 def identity(device: torch.device) -> str:
     """The hardware's own number, equal in all processes that see it; empty where the device has none."""
-    tell = getattr(_module(device), "get_device_properties", None)
-    return "" if tell is None else str(getattr(tell(device), "uuid", ""))
+    return str(getattr(_properties(device), "uuid", ""))
 
 
 def pci_address(device: torch.device) -> str | None:
     """Where the device is attached, as in the kernel's files: 0000:3b:00.0; None where it does not tell."""
-    tell = getattr(_module(device), "get_device_properties", None)
-    found: Any = None if tell is None else tell(device)
+    found = _properties(device)
     if not hasattr(found, "pci_bus_id"):
         return None
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
@@ -117,8 +115,7 @@ def pci_address(device: torch.device) -> str | None:
 
 def total_bytes(device: torch.device) -> int:
     """The device's memory; 0 where it does not tell, or shares the host's."""
-    tell = getattr(_module(device), "get_device_properties", None)
-    return 0 if tell is None else int(getattr(tell(device), "total_memory", 0))
+    return int(getattr(_properties(device), "total_memory", 0))
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
@@ -191,6 +188,12 @@ def draws_by_offset(device: torch.device) -> bool:
         return False
     found = random_state()
     return found is None or found[0] != device.type or found[1].numel() == 16
+
+
+def _properties(device: torch.device) -> Any:
+    """What the device's module tells of it; None where that tells nothing."""
+    tell = getattr(_module(device), "get_device_properties", None)
+    return None if tell is None else tell(device)
 
 
 def _module(device: torch.device) -> Any:

@@ -175,6 +175,11 @@ def sync_with_model(model: nn.Module, means: GradientMean) -> None:
     vars(model)["_shardkit_gradients"] = means
 
 
+def _means_of(model: nn.Module) -> GradientMean | None:
+    """What `sync_with_model` was given for the model."""
+    return vars(model).get("_shardkit_gradients")
+
+
 def watch_backward(model: nn.Module, then: Callable[[list[torch.Tensor]], None]) -> None:
     """As EndOfBackward for the model's parameters, as long as the model exists."""
     vars(model).setdefault("_shardkit_backward", _Watches()).append(EndOfBackward(every_parameter(model), then))
@@ -203,9 +208,8 @@ def gradient_sync(models: Iterable[nn.Module], enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def _synced(model: nn.Module, enabled: bool) -> Iterator[None]:
-    means = vars(model).get("_shardkit_gradients")  # see `sync_with_model`
     with ExitStack() as stack:
-        if means is not None:
+        if (means := _means_of(model)) is not None:
             stack.enter_context(_set(means, "sync", enabled))
         if isinstance(model, DistributedDataParallel):
             # With static_graph, torch requires that the first backward reduces.
@@ -232,7 +236,7 @@ def reduces(model: nn.Module) -> bool:
         from shardkit.sharding.fsdp import internals
 
         return internals.reduces(model)
-    means = vars(model).get("_shardkit_gradients")  # see `sync_with_model`
+    means = _means_of(model)
     return means is None or means.sync
 
 
@@ -250,7 +254,7 @@ def reduce_deferred(model: nn.Module) -> None:
 
         with _synced(model, enabled=True):
             internals.end_backward(model)
-    elif (means := vars(model).get("_shardkit_gradients")) is not None:
+    elif (means := _means_of(model)) is not None:
         means.reduce()
 
 
