@@ -1,6 +1,7 @@
 """`shardkit launch train.py`: reads the flags, finds the configuration, runs checks, and starts the ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from shardkit.errors import ConfigError, RankFailure, ShardkitError
 
 if TYPE_CHECKING:
     from shardkit.config.files import LoadedConfig
+    from shardkit.config.scheduler import Scheduler
     from shardkit.config.schema import Config
     from shardkit.launch.flags import Switches
     from shardkit.launch.preflight import Machine, Problem
@@ -97,7 +99,21 @@ def launch(
     if check and not problems.lines:
         check_names(command, bool(module), switches)
         return
-    start(command, bool(module), config, chosen, problems.lines, switches, dry_run, as_json)
+    start(Asked(command, bool(module), config, chosen, problems.lines, switches, dry_run, as_json))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command line asks for. `command`: the script or module, and its arguments; `problems`: of the flags."""
+
+    command: list[str]
+    is_module: bool
+    path: Path | None
+    settings: dict[str, str]
+    problems: list[str]
+    switches: "Switches"
+    dry_run: bool
+    as_json: bool
 
 
 def problems_of_compat(command: str, switches: "Switches", check: bool = False) -> list[str]:
@@ -132,14 +148,14 @@ def _compat_variables(switches: "Switches") -> dict[str, str]:
     }
 
 
-def _notes_on_script(command: list[str], is_module: bool, switches: "Switches", config: "Config") -> list[str]:
+def _notes_on_script(asked: Asked, config: "Config") -> list[str]:
     """Notes on lines that are right only with a behavior of Accelerate's that this run does not use, or without FSDP.
     One rank steps its scheduler as Accelerate's does."""
-    if not switches.as_accelerate:
+    if not asked.switches.as_accelerate:
         return []
     from shardkit.compat import scan
 
-    remarks = scan.scan_script(command[0], is_module).remarks
+    remarks = scan.scan_script(asked.command[0], asked.is_module).remarks
     has_several = config.num_processes > 1
     matters = {
         scan.STRETCHED: has_several,
@@ -147,7 +163,7 @@ def _notes_on_script(command: list[str], is_module: bool, switches: "Switches", 
         scan.SKIPS_AGAIN: True,
         scan.OF_ONE_RANK: has_several and config.mode == "fsdp",
     }
-    holding = [one for one in scan.holding(remarks, switches.meaning) if matters.get(one.text)]
+    holding = [one for one in scan.holding(remarks, asked.switches.meaning) if matters.get(one.text)]
     return [f"note: {one.place}: {one.name}: {one.text}." for one in holding]
 
 
@@ -168,31 +184,23 @@ def check_names(command: list[str], is_module: bool, switches: "Switches") -> No
         raise typer.Exit(1)
 
 
-def start(
-    command: list[str],
-    is_module: bool,
-    path: Path | None,
-    settings: dict[str, str],
-    problems: list[str],
-    switches: "Switches",
-    dry_run: bool,
-    as_json: bool,
-) -> None:
+def start(asked: Asked) -> None:
     """From flags to running ranks: check, describe, run."""
     import json
 
     from shardkit import env
     from shardkit.launch import attempts, declining, generations, membership, preflight, spec
 
-    loaded, machine = checked(command, is_module, path, settings, problems, switches, dry_run)
+    loaded, machine = checked(asked)
     if preflight.is_on_pod(loaded.config):
-        start_on_pod(loaded, command, is_module, settings, switches, dry_run, as_json)
+        start_on_pod(asked, loaded)
         return
+    command, switches = asked.command, asked.switches
     launched = spec.launch_spec(
         loaded.config,
         command[0],
         command[1:],
-        is_module=is_module,
+        is_module=asked.is_module,
         config_name=str(loaded.path) if loaded.path else "defaults for this machine",
         cores=machine.cores,
         has_prefix=not switches.no_prefix,
@@ -203,10 +211,10 @@ def start(
         has_number=declining.has_number(loaded),
         kind=machine.kind,
     )
-    if dry_run:
+    if asked.dry_run:
         is_elastic = launched.launch.min_machines is not None
         notes = [membership.summary(loaded.config)] if is_elastic else []
-        print(json.dumps(spec.as_json(launched), indent=2) if as_json else spec.as_text(launched, notes))
+        print(json.dumps(spec.as_json(launched), indent=2) if asked.as_json else spec.as_text(launched, notes))
         return
     try:
         folder = attempts.run(launched) if launched.launch.min_machines is None else generations.run(launched)
@@ -284,30 +292,22 @@ def _decline_what_is_known(path: Path | None, settings: dict[str, str], text: st
         _decline(loaded, text)
 
 
-def start_on_pod(
-    loaded: "LoadedConfig",
-    command: list[str],
-    is_module: bool,
-    settings: dict[str, str],
-    switches: "Switches",
-    dry_run: bool,
-    as_json: bool,
-) -> None:
-    """Launch on every machine of a TPU pod, with the flags given here; with `dry_run` print the commands."""
+def start_on_pod(asked: Asked, loaded: "LoadedConfig") -> None:
+    """Launch on every machine of a TPU pod, with the flags given here; in a dry run print the commands."""
     import json
     import shlex
 
     from shardkit.launch import pod
 
     shared = ["--config", str(loaded.path)] if loaded.path else []
-    for name, value in settings.items():
+    for name, value in asked.settings.items():
         if name not in ("machine_rank", "tpu_use_cluster"):
             shared += ["--set", f"{name}={value}"]
-    shared += switches.words
-    lines = pod.commands(loaded.config, [*shared, *(["-m"] if is_module else []), *command], Path.cwd())
-    if not dry_run:
+    shared += asked.switches.words
+    lines = pod.commands(loaded.config, [*shared, *(["-m"] if asked.is_module else []), *asked.command], Path.cwd())
+    if not asked.dry_run:
         pod.run(lines)
-    elif as_json:
+    elif asked.as_json:
         print(json.dumps({"commands": lines}, indent=2))
     else:
         print("\n".join([*(shlex.join(line) for line in lines), "Nothing was started (--dry-run)."]))
@@ -321,64 +321,64 @@ def _other_file() -> str | None:
     return f"note: no shardkit.yaml was found; to use Accelerate's file, add --config {found}" if found else None
 
 
-def checked(
-    command: list[str],
-    is_module: bool,
-    path: Path | None,
-    settings: dict[str, str],
-    flag_problems: list[str],
-    switches: "Switches",
-    dry_run: bool,
-) -> "tuple[LoadedConfig, Machine]":
+def checked(asked: Asked) -> "tuple[LoadedConfig, Machine]":
     """(the configuration, the machine), after all checks. Raises all problems at once, and prints notes.
 
     The other machines of a run are told the problems, unless it is a dry run."""
-    import tempfile
     from dataclasses import replace
     from functools import partial
 
     from shardkit import env
     from shardkit.config import files, hardware
-    from shardkit.launch import declining, environment, pod, preflight, spec
+    from shardkit.launch import declining, pod, preflight
     from shardkit.launch.preflight import Machine, Problem
 
-    problems = [Problem(text) for text in flag_problems]
-    if command:
-        problems += preflight.script_problems(command[0], is_module)
+    problems = [Problem(text) for text in asked.problems]
+    if asked.command:
+        problems += preflight.script_problems(asked.command[0], asked.is_module)
     else:
         problems.append(Problem("launch: no script is given; write: shardkit launch SCRIPT.py"))
     try:
-        loaded = files.resolve(path, settings)
+        loaded = files.resolve(asked.path, asked.settings)
     except ConfigError as error:
-        decline = partial(_decline_what_is_known, path, settings)
-        _raise_all([*problems, *(Problem(text) for text in error.problems)], None if dry_run else decline)
+        decline = partial(_decline_what_is_known, asked.path, asked.settings)
+        _raise_all([*problems, *(Problem(text) for text in error.problems)], None if asked.dry_run else decline)
         raise
-    variables = env.copy()
     found = hardware.detect()
     machine = Machine.of(found)
-    if switches.force:
+    if asked.switches.force:
         machine = replace(machine, memory_bytes=None)
-    found_problems = preflight.run_problems(loaded.config, machine, variables, declining.has_number(loaded))
+    problems += preflight.run_problems(loaded.config, machine, env.copy(), declining.has_number(loaded))
     if preflight.is_on_pod(loaded.config):
-        found_problems += map(Problem, pod.problem_of_number(loaded.config, "machine_rank" in settings))
-    elif not (dry_run or declining.has_number(loaded)):
-        found_problems += preflight.number_problems(loaded.config, found.scheduler)
-    found_problems += map(Problem, _problem_of_series(loaded.config))
-    _raise_all([*problems, *found_problems], None if dry_run else partial(_decline, loaded))
-    device = spec.device_of(loaded.config)
-    is_read = not is_module and not switches.as_accelerate and Path(command[0]).is_file()
-    source = Path(command[0]).read_text(errors="replace") if is_read else ""
-    for note in (
+        problems += map(Problem, pod.problem_of_number(loaded.config, "machine_rank" in asked.settings))
+    elif not (asked.dry_run or declining.has_number(loaded)):
+        problems += preflight.number_problems(loaded.config, found.scheduler)
+    problems += map(Problem, _problem_of_series(loaded.config))
+    _raise_all(problems, None if asked.dry_run else partial(_decline, loaded))
+    for note in _notes(asked, loaded, machine, found.scheduler):
+        typer.echo(note, err=True)
+    return loaded, machine
+
+
+def _notes(asked: Asked, loaded: "LoadedConfig", machine: "Machine", scheduler: "Scheduler | None") -> Iterator[str]:
+    """What is told before the ranks start."""
+    import tempfile
+
+    from shardkit import env
+    from shardkit.launch import environment, preflight, spec
+
+    config, variables = loaded.config, env.copy()
+    is_read = not asked.is_module and not asked.switches.as_accelerate and Path(asked.command[0]).is_file()
+    source = Path(asked.command[0]).read_text(errors="replace") if is_read else ""
+    notes = (
         *loaded.notes,
         None if loaded.path else _other_file(),
-        preflight.core_warning(loaded.config, machine),
+        preflight.core_warning(config, machine),
         preflight.socket_warning(tempfile.gettempdir()),
         preflight.rank_warning(variables),
-        preflight.job_warning(loaded.config, found.scheduler, variables),
-        environment.cpu_note(loaded.config, device, source),
+        preflight.job_warning(config, scheduler, variables),
+        environment.cpu_note(config, spec.device_of(config), source),
         environment.spawn_note(source),
-        *_notes_on_script(command, is_module, switches, loaded.config),
-    ):
-        if note:
-            typer.echo(note, err=True)
-    return loaded, machine
+        *_notes_on_script(asked, config),
+    )
+    return filter(None, notes)
