@@ -17,7 +17,8 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,14 +73,7 @@ EXTRA_MEMORY_MIB = 64
 
 def main() -> None:
     """Measure, print tables, write JSON where it is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=80)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--family", action="append", choices=list(COMPARED), help="repeatable; by default all")
-    parser.add_argument("--folder", type=Path, help="where to write; by default a temporary folder")
-    parser.add_argument("--output", type=interleaved.writable)
-    options = parser.parse_args()
+    options = options_of(__doc__, COMPARED, layers=80)
     result = {**interleaved.surroundings(), "ranks": options.ranks, "layers": options.layers}
     for family in options.family or COMPARED:
         with tempfile.TemporaryDirectory(dir=options.folder) as name:
@@ -92,23 +86,42 @@ def main() -> None:
         interleaved.write(options.output, result)
 
 
-def measure(rank: int, family: str, ranks: int, layers: int, rounds: int, folder: Path, port: int) -> None:
-    """One rank of the measurement; rank 0 leaves seconds and extra MiB, by what was done and round, in result.json."""
+def options_of(doc: str, families: Iterable[str], layers: int) -> argparse.Namespace:
+    """The options of a benchmark of checkpoints, with so many layers by default."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=layers)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--family", action="append", choices=list(families), help="repeatable; by default all")
+    parser.add_argument("--folder", type=Path, help="where to write; by default a temporary folder")
+    parser.add_argument("--output", type=interleaved.writable)
+    return parser.parse_args()
+
+
+@contextmanager
+def group(rank: int, ranks: int, port: int) -> Iterator[None]:
+    """Inside, this process is a rank of a process group. Collective."""
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in own.items()})
     dist.init_process_group("gloo")
-    actions, left_out = {"fsdp": fsdp_actions, "ddp": ddp_actions}[family](layers, folder)
-    torch.set_num_threads(1)  # accelerate chooses for the whole process
-    extra_mib: dict[str, list[float]] = {name: [] for name in actions}
-    timed = {name: partial(_timed, name, act, folder, extra_mib[name]) for name, act in actions.items()}
-    for action in timed.values():  # once before, saves ahead of loads: buffers, file caches
-        action()
-    wall_s = interleaved.measure(timed, rounds)
-    if rank == 0:
-        found = {"wall_s": wall_s, "extra_mib": extra_mib, "left_out": left_out}
-        (folder / "result.json").write_text(json.dumps(found))
+    yield
     dist.barrier()
     dist.destroy_process_group()
+
+
+def measure(rank: int, family: str, ranks: int, layers: int, rounds: int, folder: Path, port: int) -> None:
+    """One rank of the measurement; rank 0 leaves seconds and extra MiB, by what was done and round, in result.json."""
+    with group(rank, ranks, port):
+        actions, left_out = {"fsdp": fsdp_actions, "ddp": ddp_actions}[family](layers, folder)
+        torch.set_num_threads(1)  # accelerate chooses for the whole process
+        extra_mib: dict[str, list[float]] = {name: [] for name in actions}
+        timed = {name: partial(_timed, name, act, folder, extra_mib[name]) for name, act in actions.items()}
+        for action in timed.values():  # once before, saves ahead of loads: buffers, file caches
+            action()
+        wall_s = interleaved.measure(timed, rounds)
+        if rank == 0:
+            found = {"wall_s": wall_s, "extra_mib": extra_mib, "left_out": left_out}
+            (folder / "result.json").write_text(json.dumps(found))
 
 
 def _model(layers: int) -> nn.Sequential:

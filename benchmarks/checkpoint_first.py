@@ -13,7 +13,6 @@ full      every rank holds all of it: shardkit beside torch.load and load_state_
 Extra memory is rank 0's anonymous memory at its peak, less what it was before and less the optimizer's state.
 """
 
-import argparse
 import json
 import os
 import tempfile
@@ -33,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import interleaved
-from benchmarks.checkpoint import WIDTH, peak_of
+from benchmarks.checkpoint import WIDTH, group, options_of, peak_of
 from shardkit.checkpoint.loading import read
 from shardkit.checkpoint.saving import write
 from shardkit.checkpoint.states.state import Live
@@ -55,14 +54,7 @@ EXTRA_MEMORY_MIB = 256
 
 def main() -> None:
     """Measure, print tables, write JSON where it is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=240)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--family", action="append", choices=list(COMPARED), help="repeatable; by default both")
-    parser.add_argument("--folder", type=Path, help="where to write; by default a temporary folder")
-    parser.add_argument("--output", type=interleaved.writable)
-    options = parser.parse_args()
+    options = options_of(__doc__, COMPARED, layers=240)
     result = {**interleaved.surroundings(), "ranks": options.ranks, "layers": options.layers}
     for family in options.family or COMPARED:
         with tempfile.TemporaryDirectory(dir=options.folder) as name:
@@ -100,13 +92,9 @@ def _in_fresh_ranks(function: Callable[..., None], ranks: int, *arguments: Any) 
 
 
 def _rank(rank: int, ranks: int, port: int, function: Callable[..., None], arguments: Any) -> None:
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in own.items()})
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    function(*arguments)
-    dist.barrier()
-    dist.destroy_process_group()
+    with group(rank, ranks, port):
+        function(*arguments)
 
 
 def _read_all(folder: Path) -> None:
