@@ -8,7 +8,7 @@ batches, so it is valid for any number of ranks.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -74,7 +74,7 @@ def shares_of_drawn(order: Drawn, start: Position, layout: BatchLayout) -> Itera
     """The same for a custom sampler, which is read one global batch ahead."""
     _refuse_if_short(order, start, order.skip(start.samples))
     batches = iter(partial(order.take, layout.global_batch), [])
-    for batch, is_last in with_last(_whole(batches, layout.global_batch) if layout.drop_last else batches):
+    for batch, is_last in with_last(_used(batches, layout)):
         part, is_padded = split(batch, layout, spare=order.first)
         yield Share(part, len(batch), is_padded, is_last)
 
@@ -82,7 +82,7 @@ def shares_of_drawn(order: Drawn, start: Position, layout: BatchLayout) -> Itera
 def shares_of_batches(order: Drawn, start: Position, layout: BatchLayout) -> Iterator[Share]:
     """The same for a custom batch sampler: a global batch is world_size of its batches, one for each rank."""
     groups = _groups(order, start, layout.global_batch)
-    for group, is_last in with_last(_whole(groups, layout.global_batch) if layout.drop_last else groups):
+    for group, is_last in with_last(_used(groups, layout)):
         part, is_padded = split(group, layout, spare=order.first)
         yield Share(list(part[0]), sum(map(len, group)), is_padded, is_last, len(group))
 
@@ -148,12 +148,9 @@ def _refuse_if_short(order: Drawn, start: Position, skipped: int) -> None:
         )
 
 
-def _whole(groups: Iterable[Sequence[Item]], size: int) -> Iterator[Sequence[Item]]:
-    """All groups before the first one that is short."""
-    for group in groups:
-        if len(group) < size:
-            return
-        yield group
+def _used(groups: Iterable[Sequence[Item]], layout: BatchLayout) -> Iterable[Sequence[Item]]:
+    """All groups, with drop_last those before the first one that is short."""
+    return takewhile(lambda group: len(group) >= layout.global_batch, groups) if layout.drop_last else groups
 
 
 def with_last(values: Iterable[Item]) -> Iterator[tuple[Item, bool]]:

@@ -160,7 +160,7 @@ class ControlGroup:
         packets = self._gather_packets(data)
         if packets is None:
             if len(data) > _ROOM:
-                self._wait(self.group.send([_tensor_of(data)], 0, 0))
+                self.group.send([_tensor_of(data)], 0, 0).wait(self._timeout)
             return None
         texts = []
         for rank, packet in enumerate(packets):
@@ -169,7 +169,7 @@ class ControlGroup:
                 texts.append(data if rank == 0 else packet[_HEAD.size : _HEAD.size + length])
             else:
                 long = torch.empty(length, dtype=torch.uint8, device="cpu")
-                self._wait(self.group.recv([long], rank, 0))
+                self.group.recv([long], rank, 0).wait(self._timeout)
                 texts.append(_bytes_of(long))
         return texts
 
@@ -196,9 +196,6 @@ class ControlGroup:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
         self.group.broadcast([tensor], options).wait()
-
-    def _wait(self, work: Any) -> None:
-        work.wait(self._timeout)
 
     @property
     def _timeout(self) -> timedelta:
