@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from shardkit.data.device import to_device
-from shardkit.data.loop import Batches, Call, Loop, alive
+from shardkit.data.loop import Batches, Call, Loop
 from shardkit.data.position import EPOCH_IS_OVER, Position, facts_of, inside_loop, misfit, saved_position, stored_state
 from shardkit.data.sources import Source, batch_sampler_of, batch_size_of
 from shardkit.errors import CheckpointError, UsageError
@@ -161,10 +161,6 @@ class PreparedLoader:
     def began(self) -> int:
         """The value of `last_yield`'s counter when the loop began."""
         return 0 if self._loop is None else self._loop.began
-
-    def batch_tensors(self) -> list[torch.Tensor]:
-        """The tensors of this rank's current batch (after a loop: of its last one) that are still alive."""
-        return [] if self.newest_loop is None else alive(self.newest_loop.tensors)
 
     def take_trained(self, micro_batches: int) -> int | None:
         """As `Loop.take_trained`; None outside of loops."""
@@ -401,5 +397,4 @@ class PreparedLoader:
 
 def active_loader(loaders: Iterable[PreparedLoader]) -> PreparedLoader | None:
     """The loader being iterated that yielded last (the inner one for an evaluation inside a training loop)."""
-    open_ones = (loader for loader in loaders if loader.is_iterating)
-    return max(open_ones, key=lambda loader: loader.last_yield, default=None)
+    return max((one for one in loaders if one.is_iterating), key=lambda one: one.last_yield, default=None)

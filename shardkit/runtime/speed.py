@@ -4,6 +4,7 @@ import time
 
 from shardkit.config.meaning import dtypes
 from shardkit.data.loader import active_loader
+from shardkit.data.loop import alive
 from shardkit.distributed import accelerators
 from shardkit.distributed.tensors import every_parameter
 from shardkit.plan import devices
@@ -59,7 +60,8 @@ class Speed:
         """Counts the tokens of the current batch: elements of its largest two-dimensional integer tensor, times the
         ranks."""
         loader = active_loader(self._run.loaders)
-        tensors = loader.batch_tensors() if loader is not None else []
+        loop = None if loader is None else loader.newest_loop
+        tensors = [] if loop is None else alive(loop.tensors)
         sizes = [tensor.numel() for tensor in tensors if tensor.dim() == 2 and not tensor.is_floating_point()]
         self._tokens += max(sizes, default=0) * self._run.process.world_size
 
