@@ -247,18 +247,16 @@ class StreamSource:
         self._is_moved = False
         # The snapshot is taken before the look-ahead to the next batch, so it belongs to this batch.
         batches = with_last((batch, stream.state()) for batch in compared(batches_of(loader), stream))
-        if self._parts == 1:
-            for (batch, state), is_last in batches:
-                if batch.problem:
-                    raise UsageError(batch.problem)
-                after = EPOCH_IS_OVER if is_last else state
-                value = batch.batch(loader.pin_memory)
-                yield Piece(value, batch.samples, batch.of_rank, batch.is_padded, is_last, after, batch.first)
-        else:
-            for (batch, state), is_last, last_samples in end_together(batches, lambda value: value[0].samples):
-                samples = last_samples if is_last else batch.samples * self._parts
-                value = batch.batch(loader.pin_memory)
-                yield Piece(value, samples, batch.of_rank, False, is_last, EPOCH_IS_OVER if is_last else state)
+        counted: Iterator[tuple[Any, bool, int]] = ((value, is_last, value[0].samples) for value, is_last in batches)
+        if self._parts > 1:
+            counted = end_together(batches, lambda value: value[0].samples)
+        for (batch, state), is_last, last_samples in counted:
+            if batch.problem:
+                raise UsageError(batch.problem)
+            samples = last_samples if is_last else batch.samples * self._parts
+            after, first = EPOCH_IS_OVER if is_last else state, batch.first if self._parts == 1 else None
+            value = batch.batch(loader.pin_memory)
+            yield Piece(value, samples, batch.of_rank, batch.is_padded, is_last, after, first)
 
     def is_over(self, seed: int, position: Position) -> bool:
         return False
