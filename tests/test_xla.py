@@ -334,7 +334,9 @@ from shardkit import Accelerator
 accelerator = Accelerator(config={"distributed_type": "XLA", "use_cpu": True, "num_processes": 4})
 tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
 tied[1].weight = nn.Parameter(tied[0].weight.data)
-for model in (tied, torch.jit.script(nn.Linear(3, 3))):
+compiled = nn.Sequential(nn.Linear(3, 3))
+compiled[0].compile()
+for model in (tied, torch.jit.script(nn.Linear(3, 3)), torch.compile(nn.Linear(3, 3)), compiled):
     try:
         accelerator.prepare(model)
     except Exception as error:
@@ -366,6 +368,11 @@ def test_a_copy_has_parameters_of_its_own_and_what_would_lose_them_is_refused(tm
         "devices; give both modules the same parameter, or copy one of them (.clone()).",
         "model: it is a TorchScript module, whose parameters stay in host memory; give the module that it was made "
         "from.",
+        *(
+            f"model: {name} is compiled by torch.compile, whose compilers do not train on XLA devices; leave that out: "
+            "XLA compiles every step by itself."
+            for name in ("it", "0")
+        ),
         "[True, False]",
         "[True, False]",
     ]
@@ -591,6 +598,53 @@ for strategy in (1, 4):
 @pytest.mark.parametrize("_", [on_xla(None)])
 def test_what_is_spread_is_put_together_in_host_memory_without_a_compilation(tmp_path, _):
     assert printed_by(GATHERED, tmp_path) == ["None", "None"]
+
+
+REPEATED = """
+import torch
+import torch_xla.debug.metrics as metrics
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader, TensorDataset
+from shardkit import Accelerator
+
+settings = {"distributed_type": "XLA", "use_cpu": True, "num_processes": 4, "xla": True}
+accelerator = Accelerator(config=settings)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+data = TensorDataset(torch.randn(24, 4), torch.arange(24) % 4)
+loaders = DataLoader(data, batch_size=8), DataLoader(data, batch_size=8)
+model, optimizer, scheduler, train, evaluation = accelerator.prepare(model, optimizer, scheduler, *loaders)
+for epoch in range(4):
+    for x, y in train:
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        loss.item()
+    labels, counts = [], torch.zeros(4, device=accelerator.device)
+    with torch.no_grad():
+        for x, y in evaluation:
+            found, wanted = accelerator.gather_for_metrics((model(x).argmax(-1), y))
+            labels += wanted.tolist()
+            assert found.cpu().shape == (8,)
+            counts += torch.nn.functional.one_hot(found, 4).sum(0)
+    print(labels == data.tensors[1].tolist(), int(accelerator.reduce(counts).cpu().sum()))
+    if epoch == 2:
+        before = metrics.metric_data("CompileTime")[0]
+print(metrics.metric_data("CompileTime")[0] - before)
+accelerator.save({**model.state_dict(), "counts": counts}, "own.safetensors")
+accelerator.save_model(model, "whole")
+own, whole = load_file("own.safetensors"), load_file("whole/model.safetensors")
+print(all(torch.equal(own[name], value) for name, value in whole.items()), int(own["counts"].sum()))
+"""
+
+
+@pytest.mark.parametrize("_", [on_xla(None)])
+def test_epochs_after_the_first_compile_nothing_and_what_the_script_saves_itself_is_whole(tmp_path, _):
+    assert printed_by(REPEATED, tmp_path) == [*["True 24"] * 4, "0", "True 24"]
 
 
 @pytest.mark.parametrize("part", [on_xla(number) for number in range(24)])

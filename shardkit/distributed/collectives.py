@@ -189,10 +189,15 @@ def _is_of_all(tensor: torch.Tensor) -> bool:
     return world_size() == 1 or xla.is_xla(tensor)
 
 
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor that is of all ranks, which scripts then bring to host memory."""
+    return xla.whole(tensor) if xla.is_xla(tensor) else tensor.clone()
+
+
 def gather_one(tensor: torch.Tensor) -> torch.Tensor:
     """All ranks' tensors of this shape, with at least one dim, concatenated along dim 0. Collective."""
     if _is_of_all(tensor):
-        return tensor.clone()
+        return _copy(tensor)
     placed = _placed(tensor)
     own = _moved_bytes(placed)
     parts = [torch.empty_like(own) for _ in range(world_size())]
@@ -205,7 +210,7 @@ def reduce_one(tensor: torch.Tensor, reduction: str, scale: float = 1.0) -> torc
     """As `reduce`, of one tensor, whose shape is the same on all ranks. Collective."""
     value = tensor.detach().to(_reduced_dtype(tensor.dtype))
     if _is_of_all(tensor):
-        ranks, found = 1, value.clone()
+        ranks, found = 1, _copy(value)
     else:
         ranks, found = world_size(), _over_ranks(_placed(value), reduction)
     if reduction == "mean":
@@ -241,7 +246,7 @@ def _over_ranks(value: torch.Tensor, reduction: str) -> torch.Tensor:
 
 def _broadcast_one(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
     if _is_of_all(tensor):
-        return tensor.detach().clone()
+        return _copy(tensor.detach())
     moved = _moved_bytes(_placed(tensor)).clone()
     dist.broadcast(moved, src=from_process)
     return moved.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)

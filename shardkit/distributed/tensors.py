@@ -61,7 +61,7 @@ def layers(model: nn.Module) -> Iterator[nn.Module]:
         yield inner
         modules = inner.__dict__.get("_modules", {})
         is_ddp = isinstance(inner, DistributedDataParallel)
-        inner = modules.get("module") if is_ddp else modules.get("_orig_mod") if _is_compiled(inner) else None
+        inner = modules.get("module") if is_ddp else modules.get("_orig_mod") if is_compiled(inner) else None
 
 
 def every_parameter(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -70,7 +70,7 @@ def every_parameter(model: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for _, parameter in nn.Module.named_parameters(model))
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """Whether this is torch.compile's wrapper, without importing torch's module."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return isinstance(module, getattr(dynamo, "OptimizedModule", ()))

@@ -208,6 +208,14 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of which each device has the whole: `cpu()` takes it without a program that is compiled for each tensor,
+    every time."""
+    copy = torch.cat([tensor]) if tensor.dim() else tensor.clone()  # a clone has the layout, which cannot be changed
+    lay_out(copy, (None,) * tensor.dim())
+    return copy
+
+
 def like(host: torch.Tensor, example: torch.Tensor | None) -> torch.Tensor:
     """A tensor in host memory on the devices, spread as a parameter of its shape is."""
     fits = example is not None and is_xla(example) and example.shape == host.shape and is_spread(example)

@@ -81,6 +81,10 @@ _BY_MESSAGE = (
         "torch_xla.utils.checkpoint.checkpoint",
     ),
     (
+        r"^KeyError: 'xla'|FixedLayout\('xla:",
+        "torch.compile's compilers do not train on XLA devices: leave it out; XLA compiles every step by itself",
+    ),
+    (
         r"device_ready_queues_\.size\(\)",
         "torch counts devices at the first backward of a process: create the Accelerator before it, which starts the "
         "XLA devices",

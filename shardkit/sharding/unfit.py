@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.config.schema import Config
 from shardkit.distributed import xla
-from shardkit.distributed.tensors import is_composed, is_dtensor, is_fsdp, is_fsdp_1
+from shardkit.distributed.tensors import is_compiled, is_composed, is_dtensor, is_fsdp, is_fsdp_1
 from shardkit.errors import MachineError, ModelError
 from shardkit.model import packed
 from shardkit.sharding.parameters import IN_BACKWARD, has_gradient_hooks, refused_hooks
@@ -124,6 +124,12 @@ def _unfit_for_xla(model: nn.Module) -> list[str]:
         f"model: {name} is a TorchScript module, whose parameters stay in host memory; give the module that it was "
         "made from."
         for name in _scripts(model)
+    ]
+    problems += [
+        f"model: {fqn or 'it'} is compiled by torch.compile, whose compilers do not train on XLA devices; leave that "
+        "out: XLA compiles every step by itself."
+        for fqn, module in model.named_modules()
+        if is_compiled(module) or module._compiled_call_impl is not None
     ]
     return problems
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardkit.checkpoint.files import paths
+from shardkit.distributed import xla
 from shardkit.distributed.tensors import is_dtensor, whole
 from shardkit.errors import CheckpointSaveError, UsageError
 from shardkit.wording import words
@@ -47,6 +48,8 @@ def save(value: Any, path: str | Path, advice: str = "split the object, or use s
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A copy whose bytes are the values, also of conjugate views."""
+    if xla.is_xla(tensor):  # has no memory that safetensors could read
+        return xla.to_host(tensor)
     return tensor.detach().resolve_conj().resolve_neg().contiguous().clone()
 
 
