@@ -679,6 +679,23 @@ def test_launch_trains_the_template_from_devices_to_gloo_ranks_and_back(tmp_path
 
 
 @pytest.mark.parametrize("_", [on_xla(None)])
+def test_a_doctor_starts_the_devices_by_one_rank(tmp_path, _):
+    command = [sys.executable, "-m", "shardkit", "doctor", "--config", str(ROOT / "templates" / "tpu.yaml")]
+    done = subprocess.run(
+        [*command, "--cpu", "-n", "4", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=tmp_path,
+        env=variables(),
+    )
+    found = {one["check"]: one["found"] for one in json.loads(done.stdout)["findings"]}
+    assert done.returncode == 0, done.stderr
+    assert (found["configuration"], found["devices"]) == ("1 rank on 1 machine, xla", "4 XLA devices (CPU)")
+    assert found["cores"].endswith(" for 1 rank")
+
+
+@pytest.mark.parametrize("_", [on_xla(None)])
 def test_another_number_of_devices_is_refused(tmp_path, _):
     code = "from shardkit import Accelerator; Accelerator(config={'distributed_type': 'XLA', 'num_processes': 3})"
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}

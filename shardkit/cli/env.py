@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
 
-_PACKAGES = ["torch", "pydantic", "pyyaml", "safetensors", "transformers", "accelerate", "peft"]
+_PACKAGES = ["torch", "torch_xla", "pydantic", "pyyaml", "safetensors", "transformers", "accelerate", "peft"]
 
 
 @app.command()

@@ -17,7 +17,7 @@ from shardkit.config.schema import Config
 from shardkit.doctor.findings import Finding, Level
 from shardkit.launch import addresses, preflight
 from shardkit.launch.preflight import Machine
-from shardkit.launch.spec import device_of, rendezvous_of
+from shardkit.launch.spec import device_of, rendezvous_of, world_size_of
 from shardkit.sizes import in_words
 from shardkit.wording import counted
 
@@ -48,7 +48,7 @@ def findings(config: Config, machine: Machine, folder: Path, variables: dict[str
     yield from configuration(config, machine, variables)
     yield versions()
     yield cores(config, machine)
-    yield shared_memory(config.processes_per_machine)
+    yield shared_memory(_ranks_here(config))
     yield disk(folder)
     yield from address(config)
     if device_of(config) == "cuda":
@@ -66,7 +66,7 @@ def configuration(config: Config, machine: Machine, variables: dict[str, str]) -
         Finding("configuration", problem.text.removeprefix("launch: "), Level.ERROR)
         for problem in preflight.run_problems(config, machine, variables)
     ]
-    ranks = f"{counted(config.num_processes, 'rank')} on {counted(config.num_machines, 'machine')}"
+    ranks = f"{counted(world_size_of(config), 'rank')} on {counted(config.num_machines, 'machine')}"
     device = device_of(config)
     return found or [Finding("configuration", f"{ranks}, {machine.kind if device == 'cuda' else device}")]
 
@@ -82,9 +82,14 @@ def versions() -> Finding:
         return Finding("versions", f"{text}, torch of an unknown version")
 
 
+def _ranks_here(config: Config) -> int:
+    """The ranks of one machine."""
+    return world_size_of(config) // config.num_machines
+
+
 def cores(config: Config, machine: Machine) -> Finding:
     """Whether each rank has a core of its own."""
-    ranks = config.processes_per_machine
+    ranks = _ranks_here(config)
     text = f"{counted(machine.cores, 'core')} for {counted(ranks, 'rank')}"
     if ranks > machine.cores:
         change = "start fewer ranks, or give the job more cores (cgroup, --cpus-per-task): ranks take turns"

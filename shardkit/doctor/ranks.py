@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from shardkit import env
 from shardkit.config import files
-from shardkit.distributed import process
+from shardkit.config.schema import Config
+from shardkit.distributed import process, xla
 from shardkit.distributed.control import ControlGroup
 from shardkit.distributed.process import Process
 from shardkit.doctor import machine, ranks_files
@@ -48,7 +49,7 @@ def main() -> None:
     """Collective: on every rank. Leaves what was found beside the logs of each machine."""
     log_dir = Path(env.get(names.LOG_DIR) or ".")
     say("the ranks meet")
-    here = process.start(files.read(env.resolved_config_path() or "").config)
+    here = process.start(with_devices(files.read(env.resolved_config_path() or "")))
     number = int(env.get("GROUP_RANK") or 0)
     own = []
     if here.local_rank == 0:
@@ -58,6 +59,7 @@ def main() -> None:
     machines = [rank["machine"] for rank in everyone]
     found = [finding for rank in everyone for finding in from_json(rank["findings"])]
     found += [Finding("meeting", f"{counted(here.world_size, 'rank')} through {here.backend}"), *versions(everyone)]
+    found += xla_devices()
     say("compares the clocks and the folder")
     found += clocks(here.control, machines)
     found += shared_folder(here, Path(env.get(ranks_files.FOLDER) or "."), machines)
@@ -68,6 +70,18 @@ def main() -> None:
         result = {"machines": hosts, "findings": as_json(found), "measured": measured}
         (log_dir / ranks_files.RESULT).write_text(json.dumps(result))
     process.leave()
+
+
+def with_devices(found: files.LoadedConfig) -> Config:
+    """The configuration; for PyTorch/XLA with its devices, which are started."""
+    return process.check_world(found.config, found.chosen) if found.config.mode == "xla" else found.config
+
+
+def xla_devices() -> list[Finding]:
+    """The devices that PyTorch/XLA has started, of all machines."""
+    if not xla.is_started():
+        return []
+    return [Finding("devices", f"{counted(xla.devices().count, 'XLA device')} ({xla.name_of_hardware()})")]
 
 
 def say(text: str) -> None:
@@ -170,12 +184,12 @@ def _sees(mark: Path) -> bool:
 
 def bandwidths(here: Process, machines: list[int]) -> list[dict[str, Any]]:
     """Bytes a second of all-reduce and all-gather: among all ranks, between machines, inside each. Collective."""
-    rows = []
+    rows, device = [], torch.device("cpu") if here.backend == "gloo" else here.device  # XLA's are joined by gloo, too
     for name, number, members in groups_of(machines):
         group = dist.new_group(members)
         size = SIZE_BYTES.get(here.backend, GPU_SIZE_BYTES)
         say(f"times all-reduce and all-gather of {in_words(size)}, {name}")
-        seconds = timed(group, len(members), size, here.device) if here.rank in members else None
+        seconds = timed(group, len(members), size, device) if here.rank in members else None
         slowest = [max(times) for times in zip(*filter(None, here.control.exchange(seconds)), strict=True)]
         for kind, taken_s, trips in zip(("all-reduce", "all-gather"), slowest, (2, 1), strict=True):
             speed = trips * (len(members) - 1) / len(members) * size / taken_s
