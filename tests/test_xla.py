@@ -601,16 +601,22 @@ def test_what_is_spread_is_put_together_in_host_memory_without_a_compilation(tmp
 
 
 REPEATED = """
-import torch
+import copy, torch
 import torch_xla.debug.metrics as metrics
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, TensorDataset
 from shardkit import Accelerator
 
+
+class Net(torch.nn.Sequential):
+    def save_pretrained(self, path):
+        save_file(self.state_dict(), path)
+
+
 settings = {"distributed_type": "XLA", "use_cpu": True, "num_processes": 4, "xla": True}
 accelerator = Accelerator(config=settings)
-model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
-optimizer = torch.optim.AdamW(model.parameters())
+model = Net(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 data = TensorDataset(torch.randn(24, 4), torch.arange(24) % 4)
 loaders = DataLoader(data, batch_size=8), DataLoader(data, batch_size=8)
@@ -637,14 +643,21 @@ for epoch in range(4):
 print(metrics.metric_data("CompileTime")[0] - before)
 accelerator.save({**model.state_dict(), "counts": counts}, "own.safetensors")
 accelerator.save_model(model, "whole")
-own, whole = load_file("own.safetensors"), load_file("whole/model.safetensors")
-print(all(torch.equal(own[name], value) for name, value in whole.items()), int(own["counts"].sum()))
+best = copy.deepcopy(model)
+model.save_pretrained("pretrained.safetensors")
+best.save_pretrained("best.safetensors")
+whole, counts = load_file("whole/model.safetensors"), 0
+for name in ("own", "pretrained", "best"):
+    found = load_file(f"{name}.safetensors")
+    counts += int(found.pop("counts", torch.zeros(())).sum())
+    print(name, whole.keys() == found.keys() and all(torch.equal(found[name], value) for name, value in whole.items()))
+print(counts)
 """
 
 
 @pytest.mark.parametrize("_", [on_xla(None)])
 def test_epochs_after_the_first_compile_nothing_and_what_the_script_saves_itself_is_whole(tmp_path, _):
-    assert printed_by(REPEATED, tmp_path) == [*["True 24"] * 4, "0", "True 24"]
+    assert printed_by(REPEATED, tmp_path) == [*["True 24"] * 4, "0", "own True", "pretrained True", "best True", "24"]
 
 
 @pytest.mark.parametrize("part", [on_xla(number) for number in range(24)])

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from shardkit.distributed import xla
 from shardkit.distributed.tensors import is_dtensor, local_part
 
 ELEMENTWISE = (
@@ -38,8 +39,9 @@ def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
 def choose_kernels(optimizer: torch.optim.Optimizer) -> None:
     """Selects torch's fused or foreach kernels where the results are equal. In place, idempotent.
 
-    torch does so by default only for plain parameters on a GPU. The user's choice (`foreach=`, `fused=`) is kept. The
-    choice is repeated after a state is loaded, since a saved state contains that of the run that saved it.
+    torch does so by default only for plain parameters on a GPU. The user's choice (`foreach=`, `fused=`) is kept,
+    except `fused=True` on XLA devices. The choice is repeated after a state is loaded, since a saved state contains
+    that of the run that saved it.
     """
     if kind_of(optimizer) not in ELEMENTWISE:
         return  # also because optimizers around another one are often made without torch's __init__, and take no hooks
@@ -66,6 +68,8 @@ def _choose_again(optimizer: torch.optim.Optimizer) -> None:
 
 def _choose(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
+        if group.get("fused") and any(map(xla.is_xla, group["params"])):
+            group["fused"] = None  # torch has no such kernels there, and XLA fuses the whole step by itself
         chosen = group.get("foreach") is not None or group.get("fused") is not None
         if chosen or group.get("differentiable") or group.get("capturable"):
             continue

@@ -74,7 +74,7 @@ def distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: b
             _sharded_before[model] = _Before(cut, names, tree)
         if run.mesh is not None and run.mesh.size(run.mesh.ndim - 1) > 1:  # else a forward needs no other rank
             evaluations.watch(model, config)
-    if run.mesh is not None:
+    if run.mesh is not None or run.config.mode == "xla":
         save_pretrained.replace(run, model)
     return names
 

@@ -1,4 +1,4 @@
-"""`save_pretrained` of a sharded model, as models of Transformers, diffusers and peft have it.
+"""`save_pretrained` of a model that is sharded or on XLA devices; those of Transformers, diffusers and peft have it.
 
 Scripts for one device end with `unwrap_model(model).save_pretrained(folder, is_main_process=..., save_function=...)`.
 The library would fail on sharded tensors, when all training is done. Here rank 0 gets the whole weights, and the
@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from shardkit.distributed import xla
 from shardkit.distributed.tensors import every_parameter, is_dtensor
 from shardkit.errors import CheckpointSaveError, UsageError
 from shardkit.runtime.run import OfModel, Run
@@ -25,10 +26,15 @@ _NAME = "save_pretrained"
 
 
 def replace(run: Run, model: nn.Module) -> None:
-    """Replaces the method of a sharded model, and of models inside it."""
+    """Replaces the method of a model that is sharded or on XLA devices, and of models inside it."""
     for module in model.modules():
-        if hasattr(type(module), _NAME) and any(map(is_dtensor, every_parameter(module))):
+        if hasattr(type(module), _NAME) and any(map(_needs_whole, every_parameter(module))):
             vars(module)[_NAME] = _SavePretrained(OfModel(run), model, module)
+
+
+def _needs_whole(parameter: nn.Parameter) -> bool:
+    """Whether the library cannot write it: it is sharded, or on XLA devices, whose memory safetensors does not read."""
+    return is_dtensor(parameter) or xla.is_xla(parameter)
 
 
 def before_calls(model: nn.Module, check: Callable[[str, FrameType | None], Any]) -> None:
@@ -74,8 +80,11 @@ class _SavePretrained:
         return attempt.own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the module is not sharded by FSDP, so it gets the method of its class."""
+        """A copy of the module is not sharded by FSDP, so it gets the method of its class; one on XLA devices stays
+        there."""
         copied = memo.get(id(self._module))
+        if copied is not None and any(map(xla.is_xla, every_parameter(self._module))):
+            return _SavePretrained(self._of_model, copied, copied)
         return self if copied is None else MethodType(getattr(type(self._module), _NAME), copied)
 
 
@@ -97,6 +106,9 @@ class _PartOf:
 def _refusing_forwards(model: nn.Module, ranks: int) -> Iterator[None]:
     """Inside, a forward raises UsageError: on several ranks it would wait for those that wait for this one.
     SentenceTransformer encodes an example for its model card, and leaves that out then."""
+    if not any(map(is_dtensor, every_parameter(model))):
+        yield
+        return
     from shardkit.sharding.fsdp import unit_state  # not before: a script may shard nothing
 
     def refuse() -> None:
