@@ -795,7 +795,8 @@ def test_the_words_for_a_failure():
     saved = diagnosis.render(found, 10.0, "runs/x", saved_step=5)
     assert "  saved    step 5; resume with --resume auto" in saved
     on_the_host = replace(error(0, kind="RuntimeError"), message="DefaultCPUAllocator: can't allocate memory")
-    for lack in (error(0, kind="OutOfMemoryError"), on_the_host):
+    on_a_tpu = replace(on_the_host, message="RESOURCE_EXHAUSTED: Attempting to allocate 4.00G. That was not possible.")
+    for lack in (error(0, kind="OutOfMemoryError"), on_the_host, on_a_tpu):
         out_of_memory = diagnosis.diagnose([RankOutcome(0, exit_code=1, error=lack)])
         text = diagnosis.render(out_of_memory, 0.0, "runs/x")
         assert "builds the model: shardkit plan --model MODULE:FUNCTION" in text
@@ -813,6 +814,7 @@ def test_the_words_for_a_failure():
         ("Expected to mark a variable ready only once. This error is caused by", "use_reentrant=False"),
         ("Expected to mark a variable ready only once. This error is caused by", "out of a penalty on the weights"),
         ("Trying to backward an extra time. You are only allowed", "shardkit.recompute: blocks"),
+        ("Expected XLA tensor. Got: torch.FloatTensor", "prepare the loader, or send what"),
         ("KeyError: 'xla'\n\nSet TORCHDYNAMO_VERBOSE=1", "XLA compiles every step by itself"),
         ("LoweringException: AssertionError: \n FixedLayout('xla:0', torch", "torch.compile's compilers do not train"),
         ("Default process group has not been initialized, please", "`if accelerator.num_processes > 1:`"),

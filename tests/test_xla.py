@@ -714,6 +714,15 @@ def test_another_number_of_devices_is_refused(tmp_path, _):
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=variables)
     assert done.returncode != 0
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    several = subprocess.run(
+        [sys.executable, "-c", code.replace("3", "2")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**variables, **rank},
+    )
+    assert "the devices are those of 1 machine (got 2 launched); launch one process on each machine" in several.stderr
     assert (
         "num_processes: 3 asked for (got 2 XLA devices); leave it out: on a TPU it is the number of all its devices."
         in done.stderr

@@ -21,6 +21,7 @@ from shardkit.config import xla as settings
 from shardkit.config.meaning import xla_sizes
 from shardkit.config.schema import Config
 from shardkit.errors import ConfigError, MachineError, UsageError
+from shardkit.wording import counted
 
 REPLICATE, SHARD = "replicate", "shard"
 BATCH = (REPLICATE, SHARD)
@@ -85,8 +86,9 @@ def start(config: Config, processes: int) -> Devices:
         ) from error
     if runtime.process_count() != processes:
         raise MachineError(
-            f"distributed_type XLA: the devices are those of {runtime.process_count()} machines (got {processes} "
-            "launched); launch one process on each machine of the TPU, and no other."
+            f"distributed_type XLA: the devices are those of {counted(runtime.process_count(), 'machine')} (got "
+            f"{processes} launched); launch one process on each machine of the TPU, and no other; in a notebook call "
+            "the function itself, without notebook_launcher."
         )
     sizes = xla_sizes(config, count, count // processes)
     numpy = import_module("numpy")

@@ -81,6 +81,10 @@ _BY_MESSAGE = (
         "torch_xla.utils.checkpoint.checkpoint",
     ),
     (
+        r"Expected XLA tensor\. Got|not an XLA tensor",
+        "a tensor is in host memory: prepare the loader, or send what the script makes itself to accelerator.device",
+    ),
+    (
         r"^KeyError: 'xla'|FixedLayout\('xla:",
         "torch.compile's compilers do not train on XLA devices: leave it out; XLA compiles every step by itself",
     ),
@@ -137,6 +141,7 @@ OUT_OF_MEMORY_SIGNS = (
     "can't allocate memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
+    "RESOURCE_EXHAUSTED",
 )
 """Out-of-memory messages of torch and its libraries that are not torch.OutOfMemoryError."""
 
