@@ -13,6 +13,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,26 @@ def test_what_torch_xla_reads_of_the_environment():
     assert xla.variables(config(use_cpu=True), {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}) == {}
 
 
+def test_the_speed_is_that_of_all_devices_without_their_memory(monkeypatch):
+    import torch
+
+    from shardkit.distributed import xla as devices
+    from shardkit.plan.devices import DEVICES
+    from shardkit.runtime.speed import Speed
+
+    here = devices.Devices(torch.device("xla"), None, 2, 4, processes=1)
+    monkeypatch.setattr(devices, "_started", [here])
+    monkeypatch.setattr(devices, "name_of_hardware", lambda: "TPU v6e")
+    counters = SimpleNamespace(step=1, samples_seen=8)
+    parts = {"device": here.device, "config": config(mixed_precision="bf16"), "process": SimpleNamespace(world_size=1)}
+    run = SimpleNamespace(**parts, counters=counters, events=SimpleNamespace(), loads=0)
+    speed = Speed(run)
+    run.events.on_step()
+    counters.step, counters.samples_seen = 2, 16
+    assert speed.values().keys() == {"speed/step_time_s", "speed/samples_per_s"}
+    assert speed._peak_flops() == 8 * DEVICES["tpu-v6e"].flops["bf16"]
+
+
 # ---- pods ----
 
 POD = {"tpu_use_cluster": True, "tpu_name": "pod", "tpu_zone": "us-east5-a", "num_machines": 2, "num_processes": 8}
@@ -145,12 +166,20 @@ def test_every_flag_reaches_the_machines_of_a_pod(tmp_path, capsys, monkeypatch)
     (tmp_path / "train.py").touch()
     (tmp_path / "pod.yaml").write_text(json.dumps({"distributed_type": "XLA", "xla": True, **POD}))
     monkeypatch.chdir(tmp_path)
-    switches = "--no-prefix --measure --force --as-accelerate --accelerates-meaning scheduler,save"
+    switches = "--no-prefix --force --as-accelerate --accelerates-meaning scheduler,save"
     given = f"launch --config pod.yaml {switches} --logs x --show all --dry-run --json -m train a --measure"
     assert command_line(given.split()) == 0
     for line in json.loads(capsys.readouterr().out)["commands"]:
         assert f" {switches} -m train a --measure" in line[-1]
         assert "--set shardkit.launch.log_dir=x" in line[-1] and "--set shardkit.launch.show=all" in line[-1]
+
+
+def test_memory_that_torch_xla_does_not_tell_is_not_measured(tmp_path, capsys, monkeypatch):
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    flags = ["--cpu", "--set", "distributed_type=XLA", "--measure", "--dry-run"]
+    assert command_line(["launch", *flags, "train.py"]) != 0
+    assert "--measure: torch_xla tells no memory where a process drives all devices" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", ["0", "1"])

@@ -330,7 +330,7 @@ def checked(asked: Asked) -> "tuple[LoadedConfig, Machine]":
 
     from shardkit import env
     from shardkit.config import files, hardware
-    from shardkit.launch import declining, pod, preflight
+    from shardkit.launch import declining, pod, preflight, spec
     from shardkit.launch.preflight import Machine, Problem
 
     problems = [Problem(text) for text in asked.problems]
@@ -354,6 +354,11 @@ def checked(asked: Asked) -> "tuple[LoadedConfig, Machine]":
     elif not (asked.dry_run or declining.has_number(loaded)):
         problems += preflight.number_problems(loaded.config, found.scheduler)
     problems += map(Problem, _problem_of_series(loaded.config))
+    if asked.switches.measure and spec.device_of(loaded.config) == "xla":
+        text = (
+            "launch: --measure: torch_xla tells no memory where a process drives all devices (got XLA); leave it out."
+        )
+        problems.append(Problem(text))
     _raise_all(problems, None if asked.dry_run else partial(_decline, loaded))
     for note in _notes(asked, loaded, machine, found.scheduler):
         typer.echo(note, err=True)

@@ -5,7 +5,7 @@ import time
 from shardkit.config.meaning import dtypes
 from shardkit.data.loader import active_loader
 from shardkit.data.loop import alive
-from shardkit.distributed import accelerators
+from shardkit.distributed import accelerators, xla
 from shardkit.distributed.tensors import every_parameter
 from shardkit.plan import devices
 from shardkit.runtime import measure
@@ -42,8 +42,9 @@ class Speed:
         found = {
             f"{MEASURED}step_time_s": seconds / steps,
             f"{MEASURED}samples_per_s": samples / seconds,
-            f"{MEASURED}peak_memory_gib": measure.peak_bytes(self._run) / GIB,
         }
+        if self._run.device.type != "xla":  # torch_xla tells no memory where one process drives all devices
+            found[f"{MEASURED}peak_memory_gib"] = measure.peak_bytes(self._run) / GIB
         if tokens:
             found[f"{MEASURED}tokens_per_s"] = tokens / seconds
             found[f"{MEASURED}tokens"] = float(self._tokens)
@@ -70,10 +71,11 @@ class Speed:
         return time.perf_counter(), counters.step, counters.samples_seen, self._tokens
 
     def _peak_flops(self) -> float | None:
-        """Peak operations per second of all ranks in the compute dtype; None where the device is unknown."""
+        """Peak operations per second of all devices in the compute dtype; None where the device is unknown."""
         device = self._run.device
         if device.type == "cpu":
             return None
         found = devices.of_hardware(accelerators.name_of(device), None)
         peak = found.flops.get(dtypes(self._run.config).param or "fp32")
-        return None if peak is None else peak * self._run.process.world_size
+        count = xla.devices().count if device.type == "xla" else self._run.process.world_size
+        return None if peak is None else peak * count
