@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardkit import Accelerator
 from shardkit.checkpoint.files import manifest
-from shardkit.distributed import named_barrier
+from shardkit.distributed import named_barrier, stores
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.runtime.checkpoints import loading, saving
 from tests import forked
@@ -201,3 +201,21 @@ def test_meetings_follow_one_another(ranks):
 
 def test_one_process_meets_nobody():
     named_barrier.meet("save_state", 0.0, CheckpointError)
+
+
+def wait_for_a_rank_that_has_begun_anew():
+    store = dist.HashStore()
+    store.set("over/one", "1")
+    stores._start[:] = [(store, "one")]
+    try:
+        if dist.get_rank() == 0:
+            named_barrier.meet("gather", 30.0, UsageError)
+    except UsageError as error:
+        return str(error)
+    finally:
+        stores._start.clear()
+
+
+def test_who_waits_for_a_rank_that_torchrun_has_started_again_ends_soon(ranks):
+    told = ranks.run(2, wait_for_a_rank_that_has_begun_anew)[0]
+    assert told.startswith("gather: rank 1 has ended, and was started again; this rank ends, too"), told

@@ -20,6 +20,7 @@ from shardkit.distributed import stores as rank_stores
 from shardkit.errors import ConfigError, MachineError, UsageError
 from shardkit.launch import stores
 from shardkit.launch.forking import fork
+from shardkit.runtime import summary
 from shardkit.tracking import trackers
 from tests import forked
 from tests.launches import free_port
@@ -37,6 +38,28 @@ def started() -> tuple:
 
 def test_a_rank_knows_its_place_and_uses_the_group_that_is_up(ranks):
     assert ranks.run(2, started) == [((rank, rank, 2, 2), "cpu", "gloo", False, 1800.0, 2) for rank in range(2)]
+
+
+def machines_of_three_ranks(places: list[tuple[int, int]]) -> str:
+    local_rank, size = places[dist.get_rank()]
+    found = dict(os.environ)
+    os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(size))
+    try:
+        return summary.of_world(process.start(Config(use_cpu=True)), Config(use_cpu=True))
+    finally:
+        os.environ.update(found)
+
+
+@pytest.mark.parametrize(
+    ("places", "world"),
+    [
+        ([(0, 2), (1, 2), (0, 1)], "3 ranks on 2 machines, cpu, gloo"),
+        ([(0, 1), (0, 2), (1, 2)], "3 ranks on 2 machines, cpu, gloo"),
+        ([(0, 3), (1, 3), (2, 3)], "3 ranks, cpu, gloo"),
+    ],
+)
+def test_machines_are_counted_where_they_have_different_numbers_of_ranks(ranks, places, world):
+    assert ranks.run(3, machines_of_three_ranks, places) == [world] * 3
 
 
 def one_kind_too_many() -> str:
@@ -241,3 +264,16 @@ def test_all_ranks_of_a_start_find_its_name_beside_keys_of_earlier_ones():
             names = set(threads.map(find, reversed(range(size))))
         assert len(names) == 1 and not names & earlier
         earlier |= names
+
+
+def test_who_is_still_in_a_start_learns_that_a_rank_of_it_was_started_again(monkeypatch):
+    store, again = dist.HashStore(), []
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as threads:
+            name, _ = threads.map(partial(rank_stores.name_of_start, store, size=2, timeout_s=20.0), (0, 1))
+        monkeypatch.setattr(rank_stores, "_start", [(store, name)])
+        again.append(rank_stores.started_again())
+        with pytest.raises(MachineError, match="did not come within 0 s"):  # where rank 0 does not know it yet
+            rank_stores.name_of_start(store, 1, 2, 0.0)
+        again.append(rank_stores.started_again())
+    assert again == [None, 1, None, 1]

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from shardkit.distributed import stores
 from shardkit.distributed.control import is_simulated
 from shardkit.errors import ShardkitError
 from shardkit.log import get_logger
@@ -34,6 +35,8 @@ IN_EXCEPT_S = 30.0
 IN_STEP_S = 60.0
 # Delay before it logs the error being handled: a script may train on in an `except`, where all ranks arrive at once.
 PATIENCE_S = 1.0
+# How often a waiting rank asks whether another one was started again.
+ASK_S = 1.0
 # How often `meet_at_first` meets.
 FIRST_TIMES = 2
 # Up to this many ranks, each may query every other.
@@ -112,6 +115,15 @@ def _wait_long(arrivals: "_Arrivals", timeout_s: float) -> None:
         raise NotMetError(f"{missing} after {limit_s:.0f} s", f"{_ADVICE}{cause}") from handled
 
 
+def _refuse_new_start() -> None:
+    rank = stores.started_again()
+    if rank is not None:
+        advice = (
+            f"this rank ends, too, and torchrun starts it again if --max-restarts allows it; see rank {rank}'s error."
+        )
+        raise NotMetError(f"rank {rank} has ended, and was started again", advice)
+
+
 _ADVICE = "every rank must call it, in the same order as the others, outside of `if accelerator.is_main_process`."
 
 
@@ -136,13 +148,17 @@ class _Arrivals:
 
     def wait(self, seconds: float) -> bool:
         """Whether all arrived within these seconds. The pause between two polls is an eighth of the time waited so far:
-        a rank goes on at most that much later than it could. Many ranks poll less often."""
-        began_s = time.monotonic()
+        a rank goes on at most that much later than it could. Many ranks poll less often. NotMetError where a rank has
+        ended and was started again: it waits for the others in its first call."""
+        began_s, asked_s = time.monotonic(), 0.0
         shortest, longest = 0.0005 + self.world_size / 100_000, 0.02 + self.world_size / 5000
         while not self.is_complete():
             waited_s = time.monotonic() - began_s
             if waited_s >= seconds:
                 return False
+            if waited_s >= asked_s + ASK_S:
+                asked_s = waited_s
+                _refuse_new_start()
             time.sleep(min(max(shortest, waited_s / 8), longest, seconds - waited_s))
         return True
 

@@ -8,7 +8,7 @@ import shlex
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -37,7 +37,8 @@ FILES_BESIDE = 256
 
 @dataclass(frozen=True)
 class Process:
-    """This rank. `control` is its control group; `owns_group`: it has started the process group."""
+    """This rank. `control` is its control group; `owns_group`: it has started the process group; `num_machines`: those
+    of all ranks, which need not have equally many."""
 
     rank: int
     local_rank: int
@@ -47,6 +48,7 @@ class Process:
     backend: str
     control: ControlGroup = field(default_factory=ControlGroup, compare=False)
     owns_group: bool = False
+    num_machines: int = 1
 
     @property
     def is_main(self) -> bool:
@@ -157,7 +159,8 @@ def start(config: Config) -> Process:
         _spare_groups_in_forked_processes()
     _refuse_other(_lasting(config, device))
     everyone = control.start(config.shardkit.launch.process_group_timeout_s)
-    shared = _shared_device(ranks, device, everyone)
+    devices, places = zip(*everyone.exchange([_identity(ranks, device), ranks.local_rank]), strict=True)
+    shared = _shared_device(ranks, devices, everyone.rank)
     everyone.agree(problem or shared, error=MachineError)
     same_config.compare(config, everyone)
     if config.enable_cpu_affinity and device.type not in ("cpu", "xla"):
@@ -172,6 +175,7 @@ def start(config: Config) -> Process:
         backend=str(dist.get_backend()) if dist.is_initialized() else "none",
         control=everyone,
         owns_group=owns_group,
+        num_machines=max(1, places.count(0)),
     )
 
 
@@ -338,12 +342,11 @@ def _identity(ranks: env.Ranks, device: torch.device) -> str | None:
     return f"{socket.gethostname()} {env.get('CUDA_VISIBLE_DEVICES')} {accelerators.identity(device)}"
 
 
-def _shared_device(ranks: env.Ranks, device: torch.device, everyone: ControlGroup) -> str | None:
-    """The problem if this rank sees one device, which another one has taken. Each sees its own where a scheduler binds
-    them: `srun --gpus-per-task=1`. Collective."""
-    identities = everyone.exchange(_identity(ranks, device))
-    mine = identities[everyone.rank]
-    if mine is None or mine not in identities[: everyone.rank]:
+def _shared_device(ranks: env.Ranks, identities: Sequence[str | None], rank: int) -> str | None:
+    """The problem if this rank sees one device, which another one has taken; `identities` are those of all ranks. Each
+    sees its own where a scheduler binds them: `srun --gpus-per-task=1`."""
+    mine = identities[rank]
+    if mine is None or mine not in identities[:rank]:
         return None
     return _no_device(accelerators.kind() or "cpu", ranks, 1)
 

@@ -41,6 +41,18 @@ def of_next_group(rank: int, meet_timeout_s: float, timeout: timedelta) -> Store
     return PrefixStore(f"group-{number}", store)
 
 
+_start: list[tuple[Store, str]] = []
+"""Where torchrun's ranks name their starts, and the name of this one."""
+
+
+def started_again() -> int | None:
+    """A rank that was started again after it had met this one. None where there is no such rank."""
+    for store, name in _start:
+        if store.check([f"over/{name}"]):
+            return int(store.get(f"over/{name}"))
+    return None
+
+
 def _of_launched_ranks(rank: int, timeout: timedelta) -> Store:
     """The store that the launcher hosts. Collective. That of torchrun still has the keys of earlier ranks where it has
     started these anew, and each machine counts such starts by itself."""
@@ -48,7 +60,10 @@ def _of_launched_ranks(rank: int, timeout: timedelta) -> Store:
     if env.get(names.LAUNCHER_PID) is not None:
         return store  # a new one for each start
     size = number_in(env.get("WORLD_SIZE") or "") or 1
-    return PrefixStore(name_of_start(PrefixStore("starts", store), rank, size, timeout.total_seconds()), store)
+    starts = PrefixStore("starts", store)
+    name = name_of_start(starts, rank, size, timeout.total_seconds())
+    _start[:] = [(starts, name)]
+    return PrefixStore(name, store)
 
 
 def name_of_start(store: Store, rank: int, size: int, timeout_s: float) -> str:
@@ -56,16 +71,21 @@ def name_of_start(store: Store, rank: int, size: int, timeout_s: float) -> str:
     not come in time.
 
     Each rank writes a random name. Rank 0 answers to each name with its own, until all ranks have read that: a name
-    that it reads may be of a process that has ended.
+    that it reads may be of a process that has ended. A rank also writes which start it is in. One that finds such a
+    name of its own has been started again, and ends that start for the ranks that are still in it.
     """
     mine, until = uuid4().hex, time.monotonic() + timeout_s
+    if store.check([f"in/{rank}"]):
+        store.set(f"over/{store.get(f'in/{rank}').decode()}", str(rank))
     store.set(f"name/{rank}", mine)
     if rank:
         while not store.check([f"answer/{mine}"]):
             _sleep(until, [0], timeout_s)
         name = store.get(f"answer/{mine}").decode()
+        store.set(f"in/{rank}", name)
         store.set(f"here/{name}/{rank}", "")
         return name
+    store.set("in/0", mine)
     missing, answered = list(range(1, size)), set()
     while missing := [other for other in missing if not store.check([f"here/{mine}/{other}"])]:
         for other in missing:

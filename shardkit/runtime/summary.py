@@ -31,7 +31,7 @@ _NO_BREAK = "\N{NO-BREAK SPACE}"
 def text(run: Run) -> str:
     """The table: world, strategy, models with their units, dtypes, batch, and where each setting comes from."""
     config, loaders = run.config, run.loaders
-    rows = [("world", _world(run.process, config)), ("strategy", _strategy(config, run.mesh))]
+    rows = [("world", of_world(run.process, config)), ("strategy", _strategy(config, run.mesh))]
     rows += _rows_of_models(run.models)
     rows += [("precision", _precision(config, run.models)), ("batch", _batch(run.process, config, loaders))]
     rows += [("settings", line) for line in _settings(config, run.chosen)]
@@ -55,12 +55,12 @@ def _aligned(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
         before = label
 
 
-def _world(process: Process, config: Config) -> str:
-    machines = process.world_size // process.local_world_size
+def of_world(process: Process, config: Config) -> str:
+    """Ranks, machines, devices and backend."""
     ranks = counted(process.world_size, "rank")
     if config.mode == "xla":
         return f"{ranks}, {counted(xla.devices().count, 'device')} ({xla.name_of_hardware()})"
-    where = "" if machines <= 1 else f" on {machines} machines"
+    where = "" if process.num_machines == 1 else f" on {process.num_machines} machines"
     backend = "" if process.backend == "none" else f", {process.backend}"
     return f"{ranks}{where}, {process.device.type}{backend}"
 
