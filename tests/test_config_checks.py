@@ -37,6 +37,8 @@ def complaint(text: str) -> str:
             "main_process_ip: 10.0.0.1:29500\n",
             "1:18: main_process_ip: is the host alone (got 10.0.0.1:29500); write 10.0.0.1, and its port",
         ),
+        ("main_process_ip: $MASTER_ADDR\n", "1:18: main_process_ip: is not a host (got '$MASTER_ADDR'); write its"),
+        ("main_process_ip: <address of node 0>\n", "1:18: main_process_ip: is not a host (got '<address of node 0>')"),
         ("main_process_ip: http://node-a\n", "1:18: main_process_ip: is not a host (got 'http://node-a'); write its"),
         ("main_process_ip: fd00::1:29500\n", "main_process_ip: is not an IPv6 address (got fd00::1:29500); write one"),
         (

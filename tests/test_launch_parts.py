@@ -1105,7 +1105,11 @@ def test_the_rank_that_the_others_wait_for_is_named():
     elsewhere = Seen(stacks.parse(IN_A_COLLECTIVE.replace("line 20", "line 30")), is_in_collective=True)
     apart = rows_of({0: rank(0, 10.0), 1: rank(1, 11.0)}, {0: Seen(waiting, is_in_collective=True), 1: elsewhere}, 20.0)
     said = render(apart, 5.0, "logs")
-    assert "They wait at different lines" in said and "by a value of its own (early stopping)" in said
+    assert (
+        "They wait at different lines" in said
+        and "one rank has caught an error" in said
+        and "by a value of its own (early stopping)" in said
+    )
 
 
 def test_where_all_ranks_of_a_machine_wait_another_one_is_judged_first():

@@ -32,7 +32,7 @@ def without_brackets(host: str) -> str:
 def problem_of_host(host: str) -> str | None:
     """Why a text cannot be a host, and what to write; None if it may be one."""
     name, port = split(host)
-    if not name or re.search(r"[\s/]", host):
+    if not name or re.search(r"[^\w.:%\[\]-]", host):
         return f"is not a host (got {host!r}); write its name or IP address, such as node-a or 10.0.0.1."
     if port:
         return f"is the host alone (got {host}); write {name}, and its port as main_process_port: {port}."

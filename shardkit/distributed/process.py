@@ -93,8 +93,8 @@ def check_world(config: Config, chosen: Mapping[str, str]) -> Config:
         text = f"{chosen['num_processes']}: num_processes: {config.num_processes} requested"
         if env.ranks() is not None or dist.is_initialized():
             raise ConfigError(
-                f"{text} (got {ranks.world_size} launched); launch the configured number of ranks, or change it: "
-                f"shardkit launch --num-processes {ranks.world_size} {_script()}"
+                f"{text} (got {ranks.world_size} launched); start as many ranks in all, or write "
+                f"num_processes: {ranks.world_size} there."
             )
         log.warning(
             "%s, but this script was started without a launcher; start it with: shardkit launch %s", text, _script()

@@ -16,8 +16,9 @@ _BY_A_SHARED_VALUE = 'decide by a value that is the same on all, as accelerator.
 
 OF_UNLIKE_CALLS = (
     "a call for all ranks may be under `if accelerator.is_main_process`; under FSDP these include a forward, each unit "
-    "in it (an expert, a branch), and `.item()` and `full_tensor()` of sharded values; or a rank has left a loop by a "
-    f"value of its own (early stopping): {_BY_A_SHARED_VALUE}"
+    "in it (an expert, a branch), and `.item()` and `full_tensor()` of sharded values; or one rank has caught an error "
+    "(`try`, `except`) and left out calls that the others make; or it has left a loop by a value of its own (early "
+    f"stopping): {_BY_A_SHARED_VALUE}"
 )
 """What makes ranks wait for each other in different collectives."""
 
