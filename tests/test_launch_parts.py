@@ -923,6 +923,10 @@ def test_an_error_in_a_worker_of_a_data_loader_is_told_with_its_own_line():
     ("message", "advice"),
     [
         ("[Errno 28] No space left on device", "this is often /dev/shm"),
+        (
+            "RuntimeError: [enforce fail at device.cc:84] ifa != nullptr. Unable to find address for: eth9",
+            "GLOO_SOCKET_IFNAME names an interface that this machine does not have",
+        ),
         ("[Errno 28] No space left on device: 'a.txt'", ""),
         ("unable to open shared memory object </torch_1_0> in read-write mode: Read-only file system (30)", "workers"),
         ("[/gloo/gloo/transport/tcp/listener.cc:1] bind: Address already in use", "gloo listens on a free port"),
@@ -1102,14 +1106,15 @@ def test_the_rank_that_the_others_wait_for_is_named():
     two_waiting = rows_of({0: rank(0, 10.0)}, {0: WAITS}, 20.0) + rows_of({1: rank(1, 11.0)}, {1: WAITS}, 20.0)
     said = render(two_waiting, 5.0, "logs")
     assert "Every rank waits for its peers" in said and "at different lines" not in said
+    other_folder = Seen(stacks.parse(IN_A_COLLECTIVE.replace("/home/me/", "/b/")), is_in_collective=True)
+    both = {0: Seen(waiting, is_in_collective=True), 1: other_folder}
+    two_folders = rows_of({0: rank(0, 10.0), 1: rank(1, 11.0)}, both, 20.0)
+    assert "/b/" in render(two_folders, 5.0, "logs") and "at different lines" not in render(two_folders, 5.0, "logs")
     elsewhere = Seen(stacks.parse(IN_A_COLLECTIVE.replace("line 20", "line 30")), is_in_collective=True)
     apart = rows_of({0: rank(0, 10.0), 1: rank(1, 11.0)}, {0: Seen(waiting, is_in_collective=True), 1: elsewhere}, 20.0)
     said = render(apart, 5.0, "logs")
-    assert (
-        "They wait at different lines" in said
-        and "one rank has caught an error" in said
-        and "by a value of its own (early stopping)" in said
-    )
+    assert "They wait at different lines" in said and "by a value of its own (early stopping)" in said
+    assert "one rank has caught an error (`try`, `except`)" in said
 
 
 def test_where_all_ranks_of_a_machine_wait_another_one_is_judged_first():

@@ -49,6 +49,11 @@ _BY_MESSAGE = (
         "one on the route to --main); open all ports between the machines on it",
     ),
     (
+        "Unable to find address for: |no socket interface found",
+        "GLOO_SOCKET_IFNAME names an interface that this machine does not have (NCCL_SOCKET_IFNAME for NCCL): see "
+        "ip address, and name one of this machine; without GLOO_SOCKET_IFNAME it is the one on the route to --main",
+    ),
+    (
         "Resource temporarily unavailable|can't start new thread",
         "the system allows no more processes or threads: raise ulimit -u, or the container's limit (pids.max)",
     ),

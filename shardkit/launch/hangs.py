@@ -171,7 +171,7 @@ def _on_unlike_calls(rows: Sequence[HangRow]) -> list[str]:
         "  Under FSDP all ranks must run the same units, as often: no loop over a layer, no generation may be",
         "  longer on one rank. With --set debug=true an error names the collectives that differ.",
     ]
-    if len({row.at for row in rows if row.at}) > 1:
+    if len({row.at.rpartition("/")[2] for row in rows if row.at}) > 1:  # machines may have the script in other folders
         text = f"  They wait at different lines: {OF_UNLIKE_CALLS}."
         lines += textwrap.wrap(text, 110, subsequent_indent="  ")
     return lines
