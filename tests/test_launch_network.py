@@ -3,6 +3,7 @@
 import contextlib
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,3 +119,22 @@ def test_a_first_machine_whose_own_name_means_loopback_trains_with_the_others(ne
             one.close()
     assert codes == [0, 0], both[0].text() + both[1].text()
     assert "first resolves to 127.0.1.1, which other machines cannot reach" in both[0].text()
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_meet_where_each_machine_takes_its_own_name_for_loopback(network, tmp_path):
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    words += ["--master-addr", ADDRESSES[0], "--master-port", str(PORT)]
+    both: list[Running] = []
+    try:
+        for machine in (0, 1):
+            network.name(machine, f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
+            here = folder(tmp_path, machine)
+            (here / "shardkit.yaml").write_text("distributed_type: FSDP\nuse_cpu: true\n")
+            own = [*words, "--node-rank", str(machine), script("elastic"), str(tmp_path / "run"), "1", "0"]
+            both.append(Running(here, words=network.command(machine, *own)))
+        codes = [one.end() for one in both]
+    finally:
+        for one in both:
+            one.close()
+    assert codes == [0, 0], both[0].text() + both[1].text()
