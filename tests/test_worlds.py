@@ -19,7 +19,7 @@ from shardkit.config import scheduler as schedulers
 from shardkit.config import tasks
 from shardkit.config.schema import Config
 from shardkit.config.tasks import launch_problem, world_of
-from shardkit.distributed.stores import _gloo_variables
+from shardkit.distributed.stores import _gloo_variables, choose_interface
 from shardkit.errors import ConfigError, MachineError
 from shardkit.launch import addresses, connectivity, preflight, stores
 from tests.launches import free_port, script
@@ -406,3 +406,15 @@ def test_a_rank_whose_machine_takes_its_own_name_for_loopback_learns_its_interfa
     assert variables(0, {"gpu03": "127.0.1.1"}, here) == {"GLOO_SOCKET_IFNAME": "eth0"}
     store.set("2", "127.0.0.1")
     assert variables(0, {"gpu03": "127.0.1.1"}, here) == {}  # all on this machine
+
+
+def test_a_rank_with_an_interface_of_its_own_choice_tells_the_others_its_address_all_the_same(monkeypatch):
+    store = HashStore()
+    monkeypatch.setattr(addresses, "towards", lambda address: "10.0.0.2")
+    monkeypatch.setattr(addresses, "interface_of", lambda address: "eth1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    choose_interface("10.0.0.1", 1, 2, store)
+    assert (env.get("GLOO_SOCKET_IFNAME"), store.get("addresses/1")) == ("ib0", b"10.0.0.2")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    choose_interface("10.0.0.1", 1, 2, store)
+    assert env.get("GLOO_SOCKET_IFNAME") == "eth1"

@@ -64,7 +64,7 @@ def _of_launched_ranks(rank: int, timeout: timedelta) -> Store:
     name = name_of_start(starts, rank, size, timeout.total_seconds())
     _start[:] = [(starts, name)]
     own = PrefixStore(name, store)
-    _choose_interface(env.get("MASTER_ADDR") or "", rank, size, own)
+    choose_interface(env.get("MASTER_ADDR") or "", rank, size, own)
     return own
 
 
@@ -123,15 +123,16 @@ def _of_all_ranks(rank: int, meet_timeout_s: float, timeout: timedelta) -> Store
         advice = "check that rank 0 is running, that MASTER_ADDR is its machine, and that no firewall blocks the port"
         store = stores.reached(host, port, meet_timeout_s, log.warning, f"rank {rank}", "rank 0", advice)
         host = addresses.reached_by(host, store.host)
-    _choose_interface(host, rank, number_in(env.get("WORLD_SIZE") or "") or 1, store)
+    choose_interface(host, rank, number_in(env.get("WORLD_SIZE") or "") or 1, store)
     return store
 
 
-def _choose_interface(host: str, rank: int, world_size: int, store: Store) -> None:
-    """Makes gloo use the interface towards rank 0, unless the user has chosen one. Collective. By itself gloo takes
-    that of this machine's own name, which many systems have as loopback (127.0.1.1 in /etc/hosts)."""
-    if host and not env.get("GLOO_SOCKET_IFNAME"):
-        env.update(_gloo_variables(host, rank, world_size, PrefixStore("addresses", store)))
+def choose_interface(host: str, rank: int, world_size: int, store: Store) -> None:
+    """Makes gloo use the interface towards rank 0, unless the user has chosen one here. Collective. By itself gloo
+    takes that of this machine's own name, which many systems have as loopback (127.0.1.1 in /etc/hosts)."""
+    found = _gloo_variables(host, rank, world_size, PrefixStore("addresses", store)) if host else {}
+    if not env.get("GLOO_SOCKET_IFNAME"):
+        env.update(found)
 
 
 def _gloo_variables(host: str, rank: int, world_size: int, store: Store) -> dict[str, str]:
