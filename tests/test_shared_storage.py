@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -71,3 +72,13 @@ def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path, caplo
     free = ProjectConfiguration(project_dir=str(tmp_path / "new" / "runs"), automatic_checkpoint_naming=True)
     Accelerator(project_config=free)
     assert not caplog.text and not (tmp_path / "new").exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions are those of POSIX")
+@pytest.mark.parametrize(
+    ("flag", "says"), [(os.ST_RDONLY, "the file system of {} is read-only"), (0, "no permission for {}")]
+)
+def test_a_read_only_file_system_is_told_apart_from_missing_permission(tmp_path, monkeypatch, flag, says):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=flag))
+    assert shared_storage._refusal(tmp_path) == says.format(tmp_path)

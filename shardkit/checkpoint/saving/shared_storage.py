@@ -54,7 +54,16 @@ def _machine() -> str:
 def _refusal(there: Path) -> str:
     if not there.is_dir():
         return f"{there} is not a folder"
-    return "" if os.access(there, os.W_OK | os.X_OK) else f"no permission for {there}"
+    if os.access(there, os.W_OK | os.X_OK):
+        return ""
+    return f"the file system of {there} is read-only" if _is_read_only(there) else f"no permission for {there}"
+
+
+def _is_read_only(path: Path) -> bool:
+    try:
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    except OSError:  # one that does not tell it
+        return False
 
 
 def _kind(path: Path) -> str:
