@@ -355,6 +355,18 @@ def test_a_name_that_means_loopback_only_here_is_not_listened_on(monkeypatch):
     assert addresses.gloo_variables("gpu03") == {}
 
 
+@pytest.mark.parametrize(("host", "is_what"), [("10.9.9.9", "is not"), ("gpu03", "is 10.9.9.9, which is not")])
+def test_a_machine_0_without_the_address_of_main_is_asked_for_its_number(monkeypatch, host, is_what):
+    said: list[str] = []
+    monkeypatch.setattr(addresses, "resolve", lambda host: "10.9.9.9")
+    monkeypatch.setattr(addresses, "is_here", lambda address: False)
+    assert stores.listening_address(host, None, said.append) == "0.0.0.0"
+    assert said == [
+        f"warning: --main {host} {is_what} an address of this machine; listening on all interfaces (to select one: "
+        "shardkit.launch.bind_address). If this is not machine 0, give it its own number with --machine-rank."
+    ]
+
+
 @pytest.mark.parametrize("address", ["192.0.2.1", "no-such-name.invalid"])
 def test_an_address_to_listen_on_that_is_not_here_is_refused(address):
     says = rf"launch: shardkit.launch.bind_address is not an address of this machine \(got {address}\); give one"

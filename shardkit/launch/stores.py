@@ -51,7 +51,7 @@ def listening_address(host: str, bind_address: str | None, say: Say, given_by: s
 
     All addresses if `host` cannot be used here: it is unknown, of a proxy, or loopback.
     """
-    address = addresses.resolve(bind_address or host)
+    address, advice = addresses.resolve(bind_address or host), ""
     if bind_address and (address is None or not addresses.is_here(address)):
         raise MachineError(
             f"launch: shardkit.launch.bind_address is not an address of this machine (got {bind_address}); give one "
@@ -60,13 +60,15 @@ def listening_address(host: str, bind_address: str | None, say: Say, given_by: s
     if address is None:
         problem = "cannot be resolved"
     elif not addresses.is_here(address):
-        problem = f"is {address}, which is not an address of this machine"
+        problem = f"is {'' if address == host else f'{address}, which is '}not an address of this machine"
+        advice = " If this is not machine 0, give it its own number with --machine-rank."
     elif addresses.is_loopback(address) and not bind_address and not addresses.means_loopback(host):
         problem = f"resolves to {address}, which other machines cannot reach (see /etc/hosts)"
     else:
         return address
-    choice = " (to select one: shardkit.launch.bind_address)" if given_by == "--main" else ""
-    say(f"warning: {given_by} {host} {problem}; listening on all interfaces{choice}.")
+    text = f"warning: {given_by} {host} {problem}; listening on all interfaces"
+    is_launch = given_by == "--main"
+    say(f"{text} (to select one: shardkit.launch.bind_address).{advice}" if is_launch else f"{text}.")
     return addresses.EVERYWHERE
 
 
