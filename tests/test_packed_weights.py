@@ -183,3 +183,23 @@ def test_weights_in_8_bits_are_whole_on_each_rank_and_said_to_be(ranks):
     assert shape == (WIDTH, WIDTH)
     told = [line for line in lines if "in 8 bits are whole on each rank (got 0), since they" in line]
     assert len(told) == 1, lines
+
+
+def saved_and_generated(folder: str) -> tuple[list[str], float]:
+    """What a save says of bits that would be NaN as numbers, and a loss on whole weights, apart from one on shards."""
+    fsdp = {"fsdp_transformer_layer_cls_to_wrap": "Linear4"}
+    accelerator = Accelerator(config={"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": fsdp})
+    model = accelerator.prepare(model_in_4_bits("bfloat16"))
+    assert any(local_part(one).isnan().any() for one in model.parameters())
+    with log_lines("shardkit.checkpoint") as lines:
+        accelerator.save_state(folder)
+    x = torch.ones(4, WIDTH)
+    with torch.no_grad():
+        sharded = model(x)
+        with accelerator.unsharded(model):
+            whole = model(x)
+    return [line for line in lines if "NaN" in line], (whole - sharded).abs().max().item()
+
+
+def test_packed_bits_are_no_nan_and_are_gathered_for_a_while(ranks, tmp_path):
+    assert ranks.run(2, saved_and_generated, str(tmp_path / "state")) == [([], 0.0)] * 2

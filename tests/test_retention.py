@@ -127,4 +127,6 @@ def test_a_pin_of_a_checkpoint_that_is_gone_is_an_error(root):
 )
 def test_weights_with_nan_are_named(values, dtype, section, is_named):
     piece = Chunk("weight", Box((0,), (len(values),)), "F32"), torch.tensor(values, dtype=dtype)
-    assert nan.names({section: [piece, piece], "model_2": []}) == (["weight"] if is_named else [])
+    pieces = {section: [piece, piece], "model_2": []}
+    assert nan.names(pieces, packed=()) == (["weight"] if is_named else [])
+    assert nan.names(pieces, packed={(section, "weight")}) == []

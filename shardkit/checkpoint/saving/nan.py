@@ -1,6 +1,7 @@
 """Weights that are NaN, as after a loss that has diverged. They are saved like any others, and the manifest names them:
 retention keeps a checkpoint from before them, and a resume warns."""
 
+from collections.abc import Container
 from contextlib import suppress
 
 import torch
@@ -23,8 +24,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @torch.no_grad()
-def names(pieces: Pieces) -> list[str]:
-    """Names of the model's tensors with NaN among what this rank writes, `MOST` at most.
+def names(pieces: Pieces, packed: Container[tuple[str, str]]) -> list[str]:
+    """Names of the model's tensors with NaN among what this rank writes, `MOST` at most. In `packed` ones, by section
+    and name, bits that would be NaN are none.
 
     A sum is NaN if one of its values is, or if it has infinite ones of both signs; only then each value is looked at.
     So it costs one pass over the weights, and waits for a device once.
@@ -32,7 +34,7 @@ def names(pieces: Pieces) -> list[str]:
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for section, of_section in pieces.items():
         for chunk, tensor in of_section if is_model(section) else ():
-            if tensor.dtype in _DTYPES:
+            if tensor.dtype in _DTYPES and (section, chunk.name) not in packed:
                 by_device.setdefault(tensor.device, []).append((chunk.name, tensor))
     found: dict[str, None] = {}
     for named in by_device.values():

@@ -111,7 +111,14 @@ class Opening:
         captured, temporary = self._captured, files_of(self.request)
         plain = captured.index, captured.common, captured.own
         return PreparedSave(
-            self.request, *plain, self._pieces, temporary, self._hold, self._drift, attempt=self._attempt
+            self.request,
+            *plain,
+            self._pieces,
+            temporary,
+            self._hold,
+            self._drift,
+            packed=captured.packed,
+            attempt=self._attempt,
         )
 
     def discard(self) -> None:

@@ -68,6 +68,8 @@ class PreparedSave:
     """The folder into which files are written, and which is renamed at the commit; in a store their final prefix."""
     hold: int | None
     drift: Drift = field(default_factory=Drift)
+    packed: set[tuple[str, str]] = field(default_factory=set)
+    """Section and name of parameters whose numbers are containers of packed weights."""
     trouble: Exception | None = None
     """An error on this rank since then; `write_all` raises it."""
     added: dict[str, File] = field(default_factory=dict)

@@ -66,7 +66,7 @@ def finish(prepared: PreparedSave, control: ControlGroup) -> Place:
             control,
             request,
             "write",
-            lambda: (put.write_all(prepared, control), nan.names(prepared.pieces)),
+            lambda: (put.write_all(prepared, control), nan.names(prepared.pieces, prepared.packed)),
             answer=lambda written: written,
             judge=lambda answers: commit(prepared, answers),
         )

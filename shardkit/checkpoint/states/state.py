@@ -37,6 +37,7 @@ from shardkit.distributed.tensors import (
     whole,
 )
 from shardkit.errors import CheckpointError, UsageError
+from shardkit.model import packed
 
 
 class Stateful(Protocol):
@@ -111,6 +112,8 @@ class Captured:
     """Buffers that each rank updates independently, by `<section>: <name>`."""
     weights: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """The parameters of each model, by section and name."""
+    packed: set[tuple[str, str]] = field(default_factory=set)
+    """Section and name of those whose numbers are containers of packed weights."""
 
 
 def is_changed_by_steps_only(section: str, name: str) -> bool:
@@ -238,7 +241,9 @@ def capture(live: Live, kind: Kind, rank: int, world_size: int) -> Captured:
     classes = {"classes": found} if (found := live.classes()) else {}
     common = {**taken.common, "loaders": loaders, "seed": seed, **classes}
     own = {"loaders": loaders, "rng": random_state.capture(rank, live.random_states), **classes}
-    return Captured(taken.index, taken.tensors, common, own, taken.items, {}, taken.buffers, taken.weights)
+    return Captured(
+        taken.index, taken.tensors, common, own, taken.items, {}, taken.buffers, taken.weights, taken.packed
+    )
 
 
 class _Capture:
@@ -251,6 +256,7 @@ class _Capture:
         self.items: dict[str, Item] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         self.weights: dict[str, dict[str, torch.Tensor]] = {}
+        self.packed: set[tuple[str, str]] = set()
         self.extra_states: dict[str, dict[str, Any]] = {}
 
     def begin(self, section: str) -> None:
@@ -270,7 +276,7 @@ class _Capture:
         if others:
             self.extra_states[extra_state(section)] = others
         ties = tied_names(model, found)
-        parameters = {clean_name(name) for name, _ in unwrapped(model).named_parameters(remove_duplicate=False)}
+        parameters = {clean_name(name): p for name, p in unwrapped(model).named_parameters(remove_duplicate=False)}
         is_drifting = not gets_buffers_of_rank_0(model)
         self.begin(section)
         self.index.aliases[section] = ties
@@ -282,6 +288,7 @@ class _Capture:
             if is_drifting and name not in parameters and not isinstance(tensor, DTensor):
                 self.buffers[f"{section}: {name}"] = tensor
         self.weights[section] = {name: tensor for name, tensor in self.tensors[section].items() if name in parameters}
+        self.packed |= {(section, name) for name, parameter in parameters.items() if packed.holds_bits(parameter)}
 
     def add_optimizer(self, optimizer: Optimizer, number: int, names: Mapping[int, str]) -> None:
         """Add param groups and other values as JSON, and tensors to the index."""
