@@ -3,12 +3,12 @@
 import os
 import shutil
 from datetime import datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from shardkit.checkpoint.files import folder, manifest
-from shardkit.checkpoint.files.layout import Box, Chunk
 from shardkit.checkpoint.saving import commit, nan, retention
 from shardkit.errors import CheckpointError
 from tests import checkpoints
@@ -126,7 +126,8 @@ def test_a_pin_of_a_checkpoint_that_is_gone_is_an_error(root):
     ],
 )
 def test_weights_with_nan_are_named(values, dtype, section, is_named):
-    piece = Chunk("weight", Box((0,), (len(values),)), "F32"), torch.tensor(values, dtype=dtype)
-    pieces = {section: [piece, piece], "model_2": []}
-    assert nan.names(pieces, packed=()) == (["weight"] if is_named else [])
-    assert nan.names(pieces, packed={(section, "weight")}) == []
+    for packed in ((), (section, "weight")):
+        prepared = SimpleNamespace(nan=[], packed={packed})
+        for _ in range(2):
+            nan.note(prepared, section, "weight", torch.tensor(values, dtype=dtype))
+        assert prepared.nan == (["weight"] if is_named and not packed else [])

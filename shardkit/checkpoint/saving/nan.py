@@ -1,7 +1,6 @@
 """Weights that are NaN, as after a loss that has diverged. They are saved like any others, and the manifest names them:
 retention keeps a checkpoint from before them, and a resume warns."""
 
-from collections.abc import Container
 from contextlib import suppress
 
 import torch
@@ -9,7 +8,7 @@ import torch
 from shardkit.checkpoint.files.layout import is_model
 from shardkit.checkpoint.files.manifest import Manifest
 from shardkit.checkpoint.saving import retention
-from shardkit.checkpoint.saving.save_request import Pieces
+from shardkit.checkpoint.saving.save_request import PreparedSave
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
 from shardkit.storage.url import Place
@@ -23,25 +22,17 @@ MOST = 3
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@torch.no_grad()
-def names(pieces: Pieces, packed: Container[tuple[str, str]]) -> list[str]:
-    """Names of the model's tensors with NaN among what this rank writes, `MOST` at most. In `packed` ones, by section
-    and name, bits that would be NaN are none.
+def note(prepared: PreparedSave, section: str, name: str, values: torch.Tensor) -> None:
+    """Note a tensor that is written, in host memory, if it is one of a model's and has NaN values.
 
     A sum is NaN if one of its values is, or if it has infinite ones of both signs; only then each value is looked at.
-    So it costs one pass over the weights, and waits for a device once.
+    Bits of packed weights that would be NaN are none.
     """
-    by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-    for section, of_section in pieces.items():
-        for chunk, tensor in of_section if is_model(section) else ():
-            if tensor.dtype in _DTYPES and (section, chunk.name) not in packed:
-                by_device.setdefault(tensor.device, []).append((chunk.name, tensor))
-    found: dict[str, None] = {}
-    for named in by_device.values():
-        sums = torch.stack([tensor.sum(dtype=torch.float32) for _, tensor in named]).isnan().tolist()
-        suspects = [one for one, is_nan in zip(named, sums, strict=True) if is_nan]
-        found |= {name: None for name, tensor in suspects if tensor.isnan().any()}
-    return list(found)[:MOST]
+    is_known = name in prepared.nan or len(prepared.nan) == MOST
+    if is_known or not is_model(section) or (section, name) in prepared.packed or values.dtype not in _DTYPES:
+        return
+    if values.sum(dtype=torch.float32).isnan() and values.isnan().any():
+        prepared.nan.append(name)
 
 
 def warn(path: Place, record: Manifest, done: str) -> None:

@@ -17,7 +17,7 @@ from shardkit.checkpoint import faults
 from shardkit.checkpoint.files import digest as digests
 from shardkit.checkpoint.files import disk, folder, index_json, layout, manifest
 from shardkit.checkpoint.files.layout import Chunk, Index
-from shardkit.checkpoint.saving import additions, in_store
+from shardkit.checkpoint.saving import additions, in_store, nan
 from shardkit.checkpoint.saving.save_request import PreparedSave
 from shardkit.checkpoint.states import tensors
 from shardkit.distributed.control import ControlGroup
@@ -245,7 +245,7 @@ class _Writer:
         def write(file: File) -> str:
             digest, done = digests.new(self.hasher.name), len(head)
             self.hasher.write(digest, memoryview(head), file, 0)
-            for chunk, data in self._in_host_memory(pieces):
+            for chunk, data in self._in_host_memory(section, pieces):
                 self.hasher.write(digest, tensors.memory(data), file, done)
                 done += chunk.bytes
             return digest.hexdigest()
@@ -266,7 +266,7 @@ class _Writer:
             digest = digests.new(self.hasher.name)
             if rank == 0:  # rank 0 wrote the header
                 digest.update(memoryview(head))
-            for chunk, data in self._in_host_memory(pieces):
+            for chunk, data in self._in_host_memory(section, pieces):
                 memory, done = tensors.memory(data), 0
                 itemsize = layout.ITEM_BYTES[chunk.dtype]
                 for offset, length in layout.runs(entries[chunk.name].shape, chunk.box, itemsize):
@@ -276,14 +276,18 @@ class _Writer:
 
         return {name: [size, self.sink.write(self.prepared.temporary / name, size, write, flags=0)]}
 
-    def _in_host_memory(self, pieces: list[tuple[Chunk, torch.Tensor]]) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    def _in_host_memory(
+        self, section: str, pieces: list[tuple[Chunk, torch.Tensor]]
+    ) -> Iterator[tuple[Chunk, torch.Tensor]]:
         """The pieces one by one, each copied to the CPU when it is yielded, and gone with the next."""
         memory = tensors.HostMemory()
         for number, (chunk, tensor) in enumerate(pieces):
             if number == len(pieces) // 2:
                 self.sink.reach("write")
             self.control.work()
-            yield chunk, memory.of(tensor)
+            data = memory.of(tensor)
+            nan.note(self.prepared, section, chunk.name, data)
+            yield chunk, data
             self.control.work(chunk.bytes)
 
 

@@ -70,6 +70,8 @@ class PreparedSave:
     drift: Drift = field(default_factory=Drift)
     packed: set[tuple[str, str]] = field(default_factory=set)
     """Section and name of parameters whose numbers are containers of packed weights."""
+    nan: list[str] = field(default_factory=list)
+    """Some of the weights that this rank has written and that have NaN values; see `nan.note`."""
     trouble: Exception | None = None
     """An error on this rank since then; `write_all` raises it."""
     added: dict[str, File] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from shardkit.checkpoint import faults
 from shardkit.checkpoint.files.layout import Kind
-from shardkit.checkpoint.saving import in_store, nan, put
+from shardkit.checkpoint.saving import in_store, put
 from shardkit.checkpoint.saving.attempt import together
 from shardkit.checkpoint.saving.commit import after_commit, commit
 from shardkit.checkpoint.saving.opening import Opening
@@ -66,8 +66,8 @@ def finish(prepared: PreparedSave, control: ControlGroup) -> Place:
             control,
             request,
             "write",
-            lambda: (put.write_all(prepared, control), nan.names(prepared.pieces, prepared.packed)),
-            answer=lambda written: written,
+            lambda: put.write_all(prepared, control),
+            answer=lambda written: (written, prepared.nan),
             judge=lambda answers: commit(prepared, answers),
         )
         if control.rank != 0:
