@@ -104,6 +104,9 @@ def _in_world(rank: int, world_size: int, store: str, function: Callable, args: 
         leave()
         if compat := sys.modules.get("shardkit.compat.states"):
             compat.AcceleratorState._reset_state(reset_partial_state=True)
+        # torch.compile switches these checks off in the processes that have imported it.
+        if distributions := sys.modules.get("torch.distributions"):
+            distributions.Distribution.set_default_validate_args(True)
         # Models and their groups are in reference cycles, and a group's threads wake a hundred times a second.
         gc.collect()
         del groups
