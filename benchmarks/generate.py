@@ -13,46 +13,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import interleaved
-from benchmarks.optimizer import join, seconds_of
+from benchmarks import interleaved, spawned_ranks
+from benchmarks.spawned_ranks import seconds_of
 from shardkit import Accelerator
 
 UNSHARDED, SHARDED = "shardkit, unsharded", "shardkit"
 BY_HAND, WHOLE = "FSDP2 by hand", "a whole model"
 
 
-def main() -> None:
-    """Measure, print a table, write JSON where it is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("ranks", 2), ("layers", 8), ("width", 512), ("tokens", 32), ("rounds", 7)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--output", type=interleaved.writable)
-    options = parser.parse_args()
-    torch.multiprocessing.spawn(_rank, (options,), options.ranks)
-
-
-def _rank(rank: int, options: argparse.Namespace) -> None:
-    join(rank, options.ranks)
-    measured = measure(options.layers, options.width, options.tokens, options.rounds)
-    ratios = [interleaved.ratio(measured, UNSHARDED, name) for name in measured if name != UNSHARDED]
-    if rank == 0:
-        print(f"{options.tokens} tokens", interleaved.table(measured, ratios), sep="\n", flush=True)
-    if rank == 0 and options.output:
-        shown = {name: value for name, value in vars(options).items() if name != "output"}
-        interleaved.write(
-            options.output, {**interleaved.surroundings(), **shown, "generate": interleaved.summary(measured, ratios)}
-        )
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measure(layers: int, width: int, tokens: int, rounds: int) -> dict[str, list[float]]:
+def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of generating so many tokens by contestant and round. Collective."""
+    layers, width, tokens = options.layers, options.width, options.tokens
     accelerator = Accelerator(
         config={
             "distributed_type": "FSDP",
@@ -78,7 +53,7 @@ def measure(layers: int, width: int, tokens: int, rounds: int) -> dict[str, list
     for model in models.values():
         generation(model, nullcontext)()  # the first one makes what later ones use
     measured: dict[str, list[float]] = {name: [] for name in models}
-    for _, name in interleaved.turns(list(models), rounds):
+    for _, name in interleaved.turns(list(models), options.rounds):
         generate = generation(models[name], accelerator.unsharded if name == UNSHARDED else nullcontext)
         dist.barrier()
         measured[name].append(seconds_of(generate))
@@ -92,4 +67,4 @@ def _llama(layers: int, width: int) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    spawned_ranks.main("generate", __doc__, {"ranks": 2, "layers": 8, "width": 512, "tokens": 32, "rounds": 7}, measure)

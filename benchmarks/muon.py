@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks import interleaved
-from benchmarks.optimizer import join, seconds_of
+from benchmarks import interleaved, spawned_ranks
+from benchmarks.spawned_ranks import seconds_of
 from shardkit.optim.stepping import stepper_of
 from shardkit.optim.whole_step import WholeStep
 
@@ -26,34 +25,10 @@ SHARDKIT, SHARDED = "shardkit", "torch, sharded tensors"
 GATHERED, WHOLE = "gathered on all ranks", "torch, whole matrices"
 
 
-def main() -> None:
-    """Measure, print a table, write JSON where it is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("ranks", 2), ("layers", 4), ("width", 256), ("rounds", 9)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--output", type=interleaved.writable)
-    options = parser.parse_args()
-    torch.multiprocessing.spawn(_rank, (options,), options.ranks)
-
-
-def _rank(rank: int, options: argparse.Namespace) -> None:
-    join(rank, options.ranks)
-    measured = measure(options.layers, options.width, options.rounds)
-    ratios = [interleaved.ratio(measured, SHARDKIT, name) for name in measured if name != SHARDKIT]
-    if rank == 0:
-        print("a step", interleaved.table(measured, ratios), sep="\n", flush=True)
-    if rank == 0 and options.output:
-        shown = {name: value for name, value in vars(options).items() if name != "output"}
-        interleaved.write(
-            options.output, {**interleaved.surroundings(), **shown, "step": interleaved.summary(measured, ratios)}
-        )
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measure(layers: int, width: int, rounds: int) -> dict[str, list[float]]:
+def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of a step by contestant and round. Collective."""
-    shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * layers
+    width = options.width
+    shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * options.layers
     whole = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     model = nn.ParameterList(nn.Parameter(value.detach().clone()) for value in whole)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -67,7 +42,7 @@ def measure(layers: int, width: int, rounds: int) -> dict[str, list[float]]:
         WHOLE: lambda optimizer: optimizer.step,
     }
     measured: dict[str, list[float]] = {name: [] for name in steps}
-    for _, name in interleaved.turns(list(steps), rounds):
+    for _, name in interleaved.turns(list(steps), options.rounds):
         step = steps[name](torch.optim.Muon(whole if name == WHOLE else sharded))
         seconds_of(step)  # makes the state
         measured[name].append(min(seconds_of(step) for _ in range(3)))
@@ -75,4 +50,4 @@ def measure(layers: int, width: int, rounds: int) -> dict[str, list[float]]:
 
 
 if __name__ == "__main__":
-    main()
+    spawned_ranks.main("step", __doc__, {"ranks": 2, "layers": 4, "width": 256, "rounds": 9}, measure)

@@ -8,10 +8,6 @@ sharded tensors works every list of them out anew, by the square of its length: 
 """
 
 import argparse
-import gc
-import os
-import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import interleaved
+from benchmarks.spawned_ranks import join, leave, seconds_of
 from shardkit.optim.stepping import stepper_of
 
 ROWS, COLUMNS = 64, 32
@@ -46,13 +43,6 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def join(rank: int, ranks: int) -> None:
-    """Makes this process one of several ranks with gloo and one thread each, children of one process."""
-    store = dist.FileStore(f"{tempfile.gettempdir()}/shardkit-benchmark-{os.getppid()}", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    torch.set_num_threads(1)
-
-
 def _rank(rank: int, options: argparse.Namespace) -> None:
     join(rank, 2)
     result: dict[str, Any] = {**interleaved.surroundings(), "ranks": 2, "rows": ROWS, "columns": COLUMNS}
@@ -64,8 +54,7 @@ def _rank(rank: int, options: argparse.Namespace) -> None:
                 _show(count, f"{what} step", measured)
     if rank == 0 and options.output:
         interleaved.write(options.output, result)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def measure(count: int, rounds: int, limit: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
@@ -95,18 +84,6 @@ def _parameters(count: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     for parameter in (*sharded, *plain):
         parameter.grad = torch.ones_like(parameter)
     return sharded, plain
-
-
-def seconds_of(step: Callable[[], Any]) -> float:
-    """How long this rank's step takes, started on all ranks together. Collective."""
-    gc.collect()
-    gc.disable()  # as timeit does: a collection in one contestant's turn is not its own
-    dist.barrier()
-    started = time.perf_counter()
-    step()
-    seconds = time.perf_counter() - started
-    gc.enable()
-    return seconds
 
 
 def _ratios(measured: dict[str, list[float]]) -> list[interleaved.Ratio]:

@@ -239,7 +239,7 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
 
         For generation and evaluation: forwards gather nothing, and under `torch.no_grad()` need no other rank. Ranks
         may make any number of them, or one rank alone, also under DDP (which otherwise broadcasts buffers). It takes
-        the memory of the whole model. Collective at its begin. Raises UsageError if weights are changed inside.
+        the memory of the whole model. Collective at its start. Raises UsageError if weights are changed inside.
         """
         self._begin("unsharded")
         return distributed_model.unsharded(self._run, models)

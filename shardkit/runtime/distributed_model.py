@@ -89,7 +89,7 @@ def load(run: Run, model: nn.Module, weights: str | Path | None) -> None:
 
 @contextmanager
 def unsharded(run: Run, models: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, each rank has the models' whole weights for its forwards. Collective at its begin. Raises UsageError."""
+    """Inside, each rank has the models' whole weights for its forwards. Collective at its start. Raises UsageError."""
     from shardkit.sharding import parallelize
 
     known = [*run.models, *run.evaluated]

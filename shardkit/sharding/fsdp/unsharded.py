@@ -15,7 +15,7 @@ from shardkit.sharding.fsdp.recovery import recover_if_broken_off
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
     """Inside, all units keep their gathered values, in the compute dtype: forwards gather nothing, and need no other
-    rank. Collective at its begin. UsageError if weights change inside."""
+    rank. Collective at its start. UsageError if weights change inside."""
     root, groups = root_of(model), groups_of_model(model)
     if root._pass.is_unsharded:
         yield
