@@ -101,9 +101,9 @@ def unsharded(run: Run, models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _prepared(model: nn.Module, known: Iterable[nn.Module]) -> nn.Module:
-    """The prepared model that is given, or inside which the given one is. Raises UsageError."""
+    """The prepared model that is given, in any wrapper or without. Raises UsageError."""
     for one in known:
-        if one is model or unwrapped(one) is unwrapped(model):
+        if unwrapped(one) is unwrapped(model):
             return one
     raise UsageError(
         f"accelerator.unsharded: takes prepared models (got a {type(model).__name__}); give it what prepare returned, "

@@ -120,7 +120,7 @@ def at_end_of_backward(model: nn.Module, call: Callable[[], None]) -> None:
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
     """Inside, forwards without gradients of a model that `parallelize` returned need no other rank. Collective at its
-    begin. UsageError if weights change inside."""
+    start. UsageError if weights change inside."""
     if is_fsdp(model):
         from shardkit.sharding.fsdp.unsharded import unsharded as of_fsdp
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -199,38 +200,47 @@ def rollouts_learned_several_times(run: Run) -> None:
 @loop()
 def texts_that_each_rank_ends_by_itself(run: Run) -> None:
     """GRPO on whole weights: each rank generates until its own longest text has ended."""
-    model = Net()
-    model, optimizer = run.prepare(model, adam(model.parameters()))
-    for step in range(run.steps):
-        tokens = run.batch(step)[:, :2]
-        ends = 3 + tokens[:, 0] % 4
-        with run.unsharded(model), torch.no_grad():
+
+    def write(model: nn.Module, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        with run.unsharded(model):
             while (ends > tokens.shape[1]).any():
-                tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
-        _learn_from_texts(run, model, optimizer, tokens, ends)
+                tokens = _one_longer(model, tokens)
+        return tokens
+
+    _learn_from_texts(run, write)
 
 
 @loop(is_long_run_only=True)
 def texts_of_different_lengths(run: Run) -> None:
-    """GRPO: each rank generates until the longest text of all ranks has ended; what is behind an end does not count."""
+    """GRPO: each rank generates until the longest text of all ranks has ended."""
+
+    def write(model: nn.Module, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        while run.mean((ends > tokens.shape[1]).float().mean()) > 0:
+            tokens = _one_longer(model, tokens)
+        return tokens
+
+    _learn_from_texts(run, write)
+
+
+@torch.no_grad()
+def _one_longer(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
+
+
+def _learn_from_texts(run: Run, write: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """`write(model, tokens, ends)` generates to the given lengths; what is behind an end does not count."""
     model = Net()
     model, optimizer = run.prepare(model, adam(model.parameters()))
     for step in range(run.steps):
         tokens = run.batch(step)[:, :2]
         ends = 3 + tokens[:, 0] % 4
-        while run.mean((ends > tokens.shape[1]).float().mean()) > 0:
-            with torch.no_grad():
-                tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
-        _learn_from_texts(run, model, optimizer, tokens, ends)
-
-
-def _learn_from_texts(run: Run, model: Any, optimizer: Any, tokens: torch.Tensor, ends: torch.Tensor) -> None:
-    counts = torch.arange(1, tokens.shape[1], device=ends.device) < ends[:, None]
-    of_tokens = cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], reduction="none")
-    loss = (of_tokens * counts * tokens[:, :1]).sum(1).mean() / run.mean(counts.float().sum(1).mean())
-    run.backward(loss)
-    run.step(optimizer)
-    run.see_mean(loss)
+        tokens = write(model, tokens, ends)
+        counts = torch.arange(1, tokens.shape[1], device=ends.device) < ends[:, None]
+        of_tokens = cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], reduction="none")
+        loss = (of_tokens * counts * tokens[:, :1]).sum(1).mean() / run.mean(counts.float().sum(1).mean())
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
 
 
 @loop(fsdp=BY_SIZE, is_long_run_only=True)

@@ -42,7 +42,7 @@ def warn(path: Place, record: Manifest, done: str) -> None:
         return
     usable = None
     with suppress(CheckpointError, OSError):
-        usable = retention.newest_before_nan(path.parent)
+        usable = retention.newest_without_nan(path.parent)
     advice = "no checkpoint beside it is without" if usable is None else f"resume from the last one without: {usable}"
     log.warning(
         "checkpoint: step %d: the weights that were %s have NaN values (such as in %s); %s.",

@@ -1,6 +1,6 @@
 """Which checkpoints of a folder are deleted, and deleting them. Runs after a commit, never before."""
 
-from collections.abc import Callable, Container, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,8 +69,7 @@ def expendable(
     A committed checkpoint does not change. So each manifest is read once per process, and the files are checked once,
     and only of checkpoints that would be counted or deleted.
     """
-    committed = [(found, record) for found in folder.steps(root) if (record := _record(found.path)) is not None]
-    committed.sort(key=lambda item: (item[1].created_utc, item[0].step), reverse=True)
+    committed = _committed(root)
     newest: list[_Record] = []
     while committed and len(newest) < max(1, keep_last):
         found, record = committed.pop(0)
@@ -78,8 +77,7 @@ def expendable(
             newest.append(record)
     before_nan = None
     if all(record.is_nan for record in newest):
-        usable = (found for found, record in committed if not record.is_nan and _is_whole(found.path, record))
-        before_nan = next((found for found in usable if is_good(found.path)), None)
+        before_nan = next((found for found in _without_nan(committed) if is_good(found.path)), None)
     candidates = [
         found
         for found, record in committed
@@ -93,16 +91,14 @@ def expendable(
     return sorted(candidates, key=lambda found: found.step)
 
 
-def newest_before_nan(root: Place) -> Place | None:
-    """The checkpoint of the series that was committed last and has no NaN among its weights."""
-    known = [(record, found.path) for found in folder.steps(root) if (record := _record(found.path)) is not None]
-    usable = [(record.created_utc, path) for record, path in known if not record.is_nan]
-    return max(usable, key=lambda one: one[0])[1] if usable else None
+def newest_without_nan(root: Place) -> Place | None:
+    """The complete checkpoint of the series that was committed last and has no NaN among its weights."""
+    return next((found.path for found in _without_nan(_committed(root))), None)
 
 
 def times(root: Place) -> list[str]:
     """When the checkpoints of the series were committed, by their manifests."""
-    return [record.created_utc for found in folder.steps(root) if (record := _record(found.path)) is not None]
+    return [record.created_utc for _, record in _committed(root)]
 
 
 class _Record(NamedTuple):
@@ -112,6 +108,17 @@ class _Record(NamedTuple):
     save_id: str
     is_nan: bool
     version: Hashable
+
+
+def _committed(root: Place) -> list[tuple[FoundCheckpoint, _Record]]:
+    """The checkpoints of the series, the one that was committed last first."""
+    known = [(found, record) for found in folder.steps(root) if (record := _record(found.path)) is not None]
+    return sorted(known, key=lambda item: (item[1].created_utc, item[0].step), reverse=True)
+
+
+def _without_nan(committed: Iterable[tuple[FoundCheckpoint, _Record]]) -> Iterator[FoundCheckpoint]:
+    """The complete ones whose weights are not NaN."""
+    return (found for found, record in committed if not record.is_nan and _is_whole(found.path, record))
 
 
 def _record(path: Place) -> _Record | None:

@@ -89,6 +89,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not is_dtensor(value) and value.dim() == 0
 
 
+def _has_gradient(args: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(one.requires_grad for one in args if isinstance(one, torch.Tensor))
+
+
 def _broadcasts(value: torch.Tensor, like: Any) -> bool:
     sizes = zip(reversed(value.shape), reversed(like.shape), strict=False)
     return value.dim() <= like.dim() and all(size in (1, whole_size) for size, whole_size in sizes)
@@ -105,12 +109,11 @@ def sharded_operands(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     pending = {one.placements for one in args if is_dtensor(one) and is_pending(one)}
     if len(pending) > 1:  # a sum and a mean, which torch 2.11 cannot add
         args = tuple(map(settle, args))
-    has_gradient = torch.is_grad_enabled() and any(one.requires_grad for one in args if isinstance(one, torch.Tensor))
     if not any(map(_is_plain, args)):
         # torch would take this rank's number, such as the loss of its samples, for a part of the pending sum
-        is_sum_with_number = any(map(_is_number, args)) and not has_gradient and not is_in_backward()
-        return tuple(map(settle, args)) if is_sum_with_number else args
-    args = tuple(map(settle, args))
+        meets_number = pending and any(map(_is_number, args))
+        return tuple(map(settle, args)) if meets_number and not (_has_gradient(args) or is_in_backward()) else args
+    args, has_gradient = tuple(map(settle, args)), _has_gradient(args)
     like: Any = max(filter(is_dtensor, args), key=lambda tensor: tensor.dim())
     for value in filter(_is_plain, args):
         is_wider = not _broadcasts(value, like)
