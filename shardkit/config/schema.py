@@ -590,7 +590,7 @@ class Config(Section):
     """GPUs of this machine to use: all, or comma-separated numbers."""
 
     debug: Bool = False
-    """Check the order and the shapes of every collective (slow)."""
+    """Check the order and shapes of every collective, and find where NaN gradients come from (slow)."""
 
     main_training_function: str = "main"
     """Name of the script's training function; used on TPU only."""

@@ -148,6 +148,12 @@ def _of_machines(config: Config) -> Iterator[Rule]:
         "use_cpu",
     )
     yield Rule(
+        ("debug",),
+        config.mode != "xla",
+        "has no effect on XLA devices, whose collectives and values are inside one program.",
+        "distributed_type",
+    )
+    yield Rule(
         _OF_TPUS,
         config.mode == "xla",
         f"is for TPUs only; it has no effect with distributed_type {config.distributed_type.value}.",

@@ -5,7 +5,7 @@ what is shown      state, topology, summary, logger
 prepare            prepare, distributed_model, forwarding, eager, optimizer, lr_scheduler
 training steps     the folder steps
 saves and loads    the folder checkpoints
-likely mistakes    the folder likely_mistakes
+likely mistakes    the folder likely_mistakes; under debug: nan_origin
 other ranks        communication, process_control
 measured           measure, profiling, speed
 the end            ending

@@ -3,7 +3,7 @@ their facade."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -30,6 +30,7 @@ from shardkit.runtime.likely_mistakes.same_data import SameData
 from shardkit.runtime.likely_mistakes.same_modules import SameModules
 from shardkit.runtime.likely_mistakes.same_weights import SameWeights
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
+from shardkit.runtime.nan_origin import NanOrigin
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.project import ProjectConfiguration
 from shardkit.runtime.steps import foreign_steps
@@ -116,13 +117,15 @@ class Run:
     same_modules: SameModules = field(init=False)
     same_data: SameData = field(init=False)
     followers: Followers = field(init=False)
+    nan_origin: NanOrigin | None = field(init=False)
+    """Under `debug`."""
     checks_before_step: Sequence[Callable[[], None]] = field(init=False)
     """Of likely mistakes, in this order."""
 
     def __post_init__(self) -> None:
         self.trackers = Trackers(self.selected_trackers, self.process.is_main, lambda: self.loads)
         self.events.before_step = self._check_step
-        self.events.on_loss = lambda loss: self.same_data.note_loss(loss)
+        self.events.on_loss = self._note_loss
         self.forget()
 
     def forget(self) -> None:
@@ -152,6 +155,10 @@ class Run:
         self.same_modules = SameModules(self.models, control, self.config.debug)
         self.same_data = SameData(self.loaders, control)
         self.followers = Followers(self.evaluated, is_main)
+        debugs = self.config.debug and self.config.mode != "xla"  # there each look would be a program of its own
+        self.nan_origin = (
+            NanOrigin(self.models, self.counters, self.accumulation.loss_scale, control) if debugs else None
+        )
         self.checks_before_step = (
             EarlySteps(self.accumulation, self.loaders, keeps_batch, may_keep_it, is_main).check,
             self.same_modules.check,
@@ -179,9 +186,16 @@ class Run:
                 "call it after prepare() and before free_memory()."
             )
 
-    def _check_step(self) -> None:
+    def _note_loss(self, loss: torch.Tensor) -> None:
+        self.same_data.note_loss(loss)
+        if self.nan_origin is not None:
+            self.nan_origin.note_loss(loss)
+
+    def _check_step(self, parameters: Iterable[torch.Tensor]) -> None:
         for check in self.checks_before_step:
             check()
+        if self.nan_origin is not None:
+            self.nan_origin.check(parameters)
 
     @property
     def device(self) -> torch.device:

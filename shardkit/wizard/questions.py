@@ -355,9 +355,9 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         key="debug",
-        title="Check the order and shapes of every collective?",
+        title="Check every collective, and find where NaN gradients come from?",
         kind="choose",
-        options=yes_no("finds mismatches; slow", "full speed"),
+        options=yes_no("finds mismatches and NaN; slow", "full speed"),
         default=always(False, "full speed"),
         applies=conditions.many,
         asked=conditions.never,

@@ -43,7 +43,9 @@ def warn(path: Place, record: Manifest, done: str) -> None:
     usable = None
     with suppress(CheckpointError, OSError):
         usable = retention.newest_without_nan(path.parent)
-    advice = "no checkpoint beside it is without" if usable is None else f"resume from the last one without: {usable}"
+    advice = "no checkpoint beside it is without"
+    if usable is not None:
+        advice = f"resume from the last one without, {usable}; with debug: true the error names where they begin"
     log.warning(
         "checkpoint: step %d: the weights that were %s have NaN values (such as in %s); %s.",
         *(record.step, done, first_few(record.nan, MOST), advice),

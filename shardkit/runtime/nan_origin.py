@@ -1,0 +1,207 @@
+"""Under `debug`: no optimizer steps on gradients that are NaN or infinite, and the error says where such values came
+from first.
+
+In a forward with gradients the output of every module is looked at, and in backward the gradient of that output. Before
+a step all ranks look at the gradients of the parameters, and raise together, with what each has noted first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.distributed.control import ControlGroup
+from shardkit.distributed.nested import leaves
+from shardkit.distributed.tensors import clean_name, is_compiled, is_composed, is_transformed, local_part, unwrapped
+from shardkit.errors import ModelError
+from shardkit.log import get_logger
+from shardkit.optim.loss_scale import LossScale
+from shardkit.runtime.steps.counters import Counters
+from shardkit.wording import first_few
+
+log = get_logger(__name__)
+
+# So many rows of a tensor, parameters, and ranks are named.
+MOST = 3
+
+LOSS = "the loss"
+
+
+class NanOrigin:
+    """What one run has noted on this rank since the last step."""
+
+    def __init__(
+        self, models: Sequence[nn.Module], counters: Counters, loss_scale: LossScale, control: ControlGroup
+    ) -> None:
+        self._models, self._counters, self._loss_scale, self._control = models, counters, loss_scale, control
+        self._origin: str | None = None
+        self._infinite: str | None = None
+        """The first output with infinite values, which are meant where they mask something."""
+        self._newest_finite_gradient = LOSS
+        """What had it, in the present backward."""
+        self._is_of_earlier_step = False
+
+    def watch(self, model: nn.Module) -> None:
+        """Looks at the outputs of the model's modules from now on; inside compiled ones torch leaves the hooks out."""
+        for name, module in model.named_modules():
+            for earlier in [*module._forward_hooks.values()]:  # of a run before
+                if isinstance(earlier, _AfterForward):
+                    earlier.remove()
+            hook = _AfterForward(self, clean_name(name) or "the model")
+            hook.remove = module.register_forward_hook(hook, with_kwargs=True).remove
+        compiled = sum(is_compiled(one) or one._compiled_call_impl is not None for one in model.modules())
+        if compiled:
+            log.info(
+                "debug: NaN values inside compiled modules (%d) are noticed after them; shardkit.compile: false names "
+                "the module inside.",
+                compiled,
+            )
+
+    def after_forward(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Looks at the output of a module that is trained, and later at its gradient."""
+        if not torch.is_grad_enabled() or is_transformed():
+            return
+        self._begin()
+        for tensor in _floats(output):
+            what = f"output of {name} ({type(module).__name__}, {_kind(tensor)})"
+            values = local_part(tensor)
+            if not _is_finite(values):
+                if values.isnan().any():
+                    self._note(f"the {what}: {_places(values)}; {self._before(module, inputs)}")
+                elif self._infinite is None:
+                    self._infinite = what
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._after_backward, f"the {what}"))
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """Looks at the loss of a micro-batch, before its backward."""
+        self._begin()
+        self._newest_finite_gradient = LOSS
+        values = local_part(loss)
+        if not _is_finite(values):
+            self._note(f"{LOSS}: {_places(values)}, without NaN in an output before{self._after_infinite()}")
+
+    def check(self, parameters: Iterable[torch.Tensor]) -> None:
+        """ModelError on all ranks where a gradient of any of the parameters is not finite on any rank. Collective."""
+        bad = [p for p in parameters if p.grad is not None and not _is_finite(_values(p.grad))]
+        if self._loss_scale.is_on and self._origin is None:
+            bad = []  # an overflow, at which the loss scale leaves the step out
+        found = self._control.exchange([self._names(bad), self._origin])
+        self._is_of_earlier_step = True
+        if any(names for names, _ in found):
+            names = dict.fromkeys(name for names, _ in found for name in names)
+            raise ModelError(_text(self._counters.step + 1, [*names], [origin for _, origin in found]))
+
+    def _names(self, parameters: Sequence[torch.Tensor]) -> list[str]:
+        ids = {id(p) for p in parameters}
+        named = (pair for model in self._models for pair in unwrapped(model).named_parameters()) if ids else ()
+        return [clean_name(name) for name, p in named if id(p) in ids][: MOST + 1]
+
+    def _after_backward(self, what: str, gradient: torch.Tensor) -> None:
+        values = _values(gradient)
+        if _is_finite(values):
+            self._newest_finite_gradient = what
+        elif not self._loss_scale.is_on:
+            self._note(
+                f"the gradient of {what}: {_places(values)}, in the backward from "
+                f"{self._newest_finite_gradient}, whose gradient is finite; "
+                "torch.autograd.set_detect_anomaly(True) names the operation"
+            )
+
+    def _begin(self) -> None:
+        if self._is_of_earlier_step:
+            self._origin, self._infinite, self._is_of_earlier_step = None, None, False
+            self._newest_finite_gradient = LOSS
+
+    def _note(self, what: str) -> None:
+        if self._origin is None:
+            micro_step = self._counters.micro_step  # 0 outside of accumulate()
+            self._origin = f"{f'micro-batch {micro_step}: ' if micro_step else ''}{what}"
+
+    def _before(self, module: nn.Module, inputs: Any) -> str:
+        """What went into a module."""
+        weights = {name: local_part(p) for name, p in module.named_parameters(recurse=False) if not is_composed(p)}
+        bad = [name for name, values in weights.items() if values.isnan().any()]
+        if bad:
+            return f"its {first_few(bad, MOST)} had NaN values before this step"
+        values = [local_part(one) for one in _floats(inputs)]
+        if any(one.isnan().any() for one in values):
+            return "its inputs have them already, from the data or from code between modules"
+        if not all(map(_is_finite, values)):
+            return f"its inputs have infinite values{self._after_infinite()}"
+        largest = max((one.abs().max().item() for one in values if one.numel()), default=None)
+        return "its inputs are finite" + ("" if largest is None else f", up to {largest:.3g}")
+
+    def _after_infinite(self) -> str:
+        return f"; infinite ones were first in the {self._infinite}" if self._infinite else ""
+
+
+class _AfterForward:
+    """The forward hook of one module. In copies and pickles of the module it does nothing."""
+
+    remove: Callable[[], None]
+
+    def __init__(self, origin: NanOrigin, name: str) -> None:
+        self._origin, self._name = origin, name
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._origin.after_forward(self._name, module, [args, kwargs], output)
+
+    def __reduce__(self) -> Any:
+        return partial, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _floats(data: Any) -> Iterator[torch.Tensor]:
+    """The dense tensors of floats in nested data."""
+    for one in leaves(data):
+        if not isinstance(one, torch.Tensor) or one.is_meta or one.is_nested or is_composed(one):
+            continue
+        if one.is_floating_point() and one.layout is torch.strided:
+            yield one
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    total = values.detach().sum(dtype=torch.promote_types(values.dtype, torch.float32))
+    return bool(total.isfinite()) or bool(values.isfinite().all())
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else local_part(gradient)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _places(values: torch.Tensor) -> str:
+    """How many values are NaN or, if none is, infinite, and in which rows; the value where it is one."""
+    if values.numel() == 1:
+        return str(values.item())
+    has_nan = bool(values.isnan().any())
+    chosen = values.isnan() if has_nan else values.isinf()
+    number = f"{int(chosen.sum())} of {values.numel()} values are {'NaN' if has_nan else 'infinite'}"
+    if values.ndim < 2:
+        return number
+    rows = chosen.flatten(1).any(1).nonzero().flatten().tolist()
+    return number + (", in all rows" if len(rows) == len(values) else f", in row {first_few(rows, MOST)}")
+
+
+def _text(step: int, parameters: Sequence[str], origins: Sequence[str | None]) -> str:
+    noted = [f"on rank {rank}, {origin}" for rank, origin in enumerate(origins) if origin is not None]
+    if not noted:
+        noted = ["in no output of a module: in an operation on the parameters, or outside of modules"]
+    others = [*noted[1:MOST], *([f"on {len(noted) - MOST} more ranks"] if len(noted) > MOST else [])]
+    return (
+        f"optimizer: gradients in step {step} are NaN or infinite, and it has not changed the weights (got such values "
+        f"first {noted[0]}; then in gradients of {first_few(parameters, MOST)}); mend the samples or the module, and "
+        "resume from the last checkpoint." + "".join(f"\n  also {one}" for one in others)
+    )
