@@ -15,7 +15,7 @@ PLAN_WITHOUT_TORCH = [
     f"shardkit.plan.{name}"
     for name in (
         *("activations", "answer", "closed_form", "devices", "notes", "optimizers", "request", "unit_sizes"),
-        *("averages", "roofline", "search", "suggest", "tpu", "traffic", "whole_steps"),
+        *("averages", "roofline", "search", "suggest", "tpu", "traffic", "whole_run", "whole_steps"),
     )
 ]
 

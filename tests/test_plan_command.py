@@ -426,6 +426,43 @@ def test_json(capsys):
     assert data["suggested"] in {s.value for s in ShardingStrategy}
 
 
+LARGE = ("gpt-175b", "--world", "1024", "--batch-size", "1", "--device", "h200", "--tokens", "300B")
+RUN = (SMALL, "--world", "16", "--batch-size", "2", "--device", "h100-80")
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("1e", None), ("2.5M", 2_500_000), ("1_000_000", 10**6), ("15t", 15 * 10**12)]
+)
+def test_the_time_and_the_price_of_a_run_follow_from_the_time_of_a_step(capsys, text, tokens):
+    if tokens is None:
+        code, err = refused(capsys, *RUN, "--tokens", text, "--price", "0")
+        assert code == 2
+        assert err == (
+            "--tokens: is not the number of tokens of a run (got '1e'); write 300B or 15T.\n"
+            "--price: is not the price of one device for an hour (got '0'); write 2.50.\n"
+        )
+        return
+    data = json.loads(plan(capsys, *RUN, "--tokens", text, "--price", "2.5", "--json"))
+    assert data["run"] == {"tokens": tokens, "price": 2.5}
+    for found in data["strategies"]:
+        run, time = found["run_estimate"], found["step_time_estimate"]
+        assert run["steps"] == -(-tokens // (16 * 2 * 32))
+        assert run["seconds"] == pytest.approx([run["steps"] * time["fastest_s"], run["steps"] * time["slowest_s"]])
+        assert run["price"] == pytest.approx([seconds / 3600 * 16 * 2.5 for seconds in run["seconds"]])
+
+
+def test_a_run_is_shown_for_the_strategies_that_fit(capsys):
+    out = plan(capsys, *RUN, "--tokens", "15T", "--price", "2.5")
+    assert "A run of 15 T tokens, an estimate: 14,648,437,500 steps of 1,024 tokens\n" in out
+    assert re.search(r"^\* 1 FULL_SHARD +\S+ - \S+ hours +\S+ - \S+ +\S+ - \S+$", out, re.MULTILINE)
+    assert re.search(r" days +\S+ - \S+ +\S+ - \S+ M$", plan(capsys, *LARGE, "--price", "2.5"), re.MULTILINE)
+    assert "price" not in plan(capsys, *RUN, "--tokens", "15T")
+    assert "its time is not known: add --batch-size." in plan(capsys, SMALL, "--tokens", "1B")
+    assert "its time is not known: no strategy fits." in plan(capsys, *RUN, "--memory", "3MiB", "--tokens", "1B")
+    assert "got no --tokens, but a --price" in refused(capsys, *RUN, "--price", "2")[1]
+    assert all(len(line) <= 80 for line in out.splitlines())
+
+
 def test_the_file_names_the_model_and_the_settings(capsys):
     Path("shardkit.yaml").write_text(
         f"# model: {SMALL}\ndistributed_type: FSDP\nmixed_precision: fp16\nnum_processes: 4\n"

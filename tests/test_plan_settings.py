@@ -232,8 +232,8 @@ WITHOUT_EFFECT = {
     *("project_dir", "project_config", "step_scheduler_with_optimizer", "device_placement", "rng_types", "log_with"),
 }
 # Flags of plan: what a script does, which no setting says; where it runs; how it is computed and shown.
-OF_THE_SCRIPT = {"model", "batch_size", "seq_len", "optimizer", "loss", "ema", "batch"}
-OF_THE_MACHINES = {"world", "per_machine", "device", "memory", "network"}
+OF_THE_SCRIPT = {"model", "batch_size", "seq_len", "optimizer", "loss", "ema", "batch", "tokens"}
+OF_THE_MACHINES = {"world", "per_machine", "device", "memory", "network", "price"}
 OF_THE_COMMAND = {
     "of",
     "strategy",

@@ -85,6 +85,15 @@ def plan(
             metavar="WHICH", help="Weight averages (EMA) in the script: no, trained (parameters, fp32), model (a copy)."
         ),
     ] = "no",
+    tokens: Annotated[
+        str | None, typer.Option(metavar="N", help="Tokens of the whole run, 300B or 15T: how long it takes.")
+    ] = None,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P", help="With --tokens: price of one device for an hour, in any currency: what it costs."
+        ),
+    ] = None,
     find: Annotated[str | None, typer.Option(metavar="WHAT", help="max-batch, min-gpus or strategy.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a chart: FILE.svg, .html or .png.", **options.PATH)] = None,
     measured: Annotated[
@@ -100,7 +109,7 @@ def plan(
     from shardkit.config.schema import Config
     from shardkit.digits import number_of_flag
     from shardkit.plan import measured as measurement
-    from shardkit.plan import picture, request
+    from shardkit.plan import picture, request, whole_run
     from shardkit.plan.activations import Loss
     from shardkit.plan.answering import answer
     from shardkit.plan.averages import Ema
@@ -123,7 +132,8 @@ def plan(
     ranks = problems.of(number_of_flag, "--world", world, 1, 1_000_000)
     ranks_of_each = problems.of(number_of_flag, "--per-machine", per_machine, 1, 4096)
     sequences = problems.of(number_of_flag, "--batch-size", batch_size)
-    tokens = problems.of(number_of_flag, "--seq-len", seq_len)
+    sequence_tokens = problems.of(number_of_flag, "--seq-len", seq_len)
+    run = problems.of(whole_run.asked, tokens, price)
     gigabits = problems.of(request.network_speed, network)
     one_strategy = None if _is_every(strategy) else strategy
     resolved = problems.of(request.configuration, path, settings or [], one_strategy, ranks, ranks_of_each, device)
@@ -137,13 +147,14 @@ def plan(
         per_machine=ranks_of_each,
         optimizer=optimizer_name,
         batch_size=sequences,
-        seq_len=tokens,
+        seq_len=sequence_tokens,
         loss=logits,
         ema=averages,
         network=gigabits,
         file=None if of or model else path,
         own_optimizer=optimizer.strip() if ":" in optimizer else None,
         own_batch=batch,
+        run=run,
     )
     if path is not None and config is None:
         typer.echo(f"plan: settings of {path}", err=True)

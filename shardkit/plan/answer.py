@@ -13,6 +13,7 @@ from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Estimate, RankMemory, estimate, with_strategy
 from shardkit.plan.devices import Device
 from shardkit.plan.roofline import LINK_EFFICIENCY, StepTime, step_time
+from shardkit.plan.whole_run import RunEstimate, WholeRun, run_estimate
 
 # Longer sequences than those of most training runs; models take up to a million tokens.
 USUAL_TOKENS = 8192
@@ -43,6 +44,8 @@ class PlanRequest:
     own_optimizer: str | None = None
     own_batch: str | None = None
     folder: Path | None = None
+    run: WholeRun | None = None
+    """The whole run, where its time is asked for."""
 
     def with_config(self, config: Config) -> "PlanRequest":
         return replace(self, config=config)
@@ -79,6 +82,8 @@ class Row:
     fits: bool | None
     time: StepTime | None
     simulated: RankMemory | None = None
+    run: RunEstimate | None = None
+    """Of the whole run, where that is asked for and the time of a step is known."""
 
     @property
     def label(self) -> str:
@@ -159,7 +164,8 @@ def row(request: PlanRequest, strategy: ShardingStrategy | None = None) -> Row:
         request.batch_size,
         request.sequence_tokens,
     )
-    return Row(config.fsdp.sharding_strategy, found, fits(request.device, found.memory), time)
+    run = None if request.run is None or time is None else run_estimate(request.run, time, request.world_size)
+    return Row(config.fsdp.sharding_strategy, found, fits(request.device, found.memory), time, run=run)
 
 
 def fits(device: Device, memory: RankMemory) -> bool | None:
@@ -220,6 +226,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "batch": request.own_batch,
         "batch_size": request.batch_size,
         "seq_len": request.sequence_tokens,
+        "run": asdict(request.run) if request.run else None,
         "strategies": [_row_json(row, request.device) for row in answer.rows],
         "chosen": answer.chosen.value,
         "suggested": answer.suggested.value if answer.suggested else None,
@@ -271,4 +278,5 @@ def _row_json(row: Row, device: Device) -> dict[str, Any]:
             "between_s": time.between_s,
             "mfu": [time.worst_mfu, time.best_mfu],
         },
+        "run_estimate": asdict(row.run) if row.run else None,
     }

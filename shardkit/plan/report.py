@@ -5,12 +5,14 @@ from textwrap import fill, wrap
 
 from shardkit.config.meaning import dtypes
 from shardkit.config.schema import Config
+from shardkit.plan import whole_run
 from shardkit.plan.activations import LOSS_TEXTS
 from shardkit.plan.answer import Answer, PlanRequest, Row, retries, yes_no
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import CATEGORIES, keeps_on_host
 from shardkit.plan.roofline import COMPILE_SPEEDUP, LINK_EFFICIENCY
 from shardkit.sizes import GIB, MIB
+from shardkit.wording import count_text
 
 _HEADS = {
     "parameters": "param",
@@ -28,6 +30,7 @@ def render(answer: Answer) -> str:
         _headline(answer.request),
         _memory_table(answer),
         _step_table(answer),
+        _run_table(answer),
         _suggestion(answer),
         _changes(answer),
         _filled(answer.finding.text) if answer.finding else "",
@@ -198,6 +201,23 @@ def _step_table(answer: Answer) -> str:
     return "\n".join(lines)
 
 
+def _run_table(answer: Answer) -> str:
+    """The whole run, by each strategy that does not exceed the device."""
+    request = answer.request
+    if request.run is None:
+        return ""
+    found = [(row, row.run) for row in answer.rows if row.run and row.fits is not False]
+    if not found:
+        no_time = "no time of a step is known" if request.batch_size else "add --batch-size"
+        why = "no strategy fits" if all(row.fits is False for row in answer.rows) else no_time
+        return _filled(f"A run of {count_text(request.run.tokens)} tokens: its time is not known: {why}.")
+    heads = ["time", "device-hours", *(["price"] if request.run.price else [])]
+    head, *aligned = _aligned(heads, [whole_run.cells(run) for _, run in found], [18, 20, 20][: len(heads)])
+    lines = [whole_run.title(request.run, found[0][1]), f"  {'strategy':<20}{head}"]
+    lines += [f"{_mark(answer, row)}{row.label:<20}{cells}" for (row, _), cells in zip(found, aligned, strict=True)]
+    return "\n".join(lines)
+
+
 def _sends(answer: Answer) -> bool:
     """Whether a rank sends anything to others."""
     return any(row.estimate.traffic.sent_bytes for row in answer.rows)
@@ -269,6 +289,8 @@ def _notes(answer: Answer) -> str:
             f"Times are estimates: {found.low:.0%} to {found.high:.0%} of the device's peak arithmetic ({found.source})"
             f"{faster}{_links(answer.request) if _sends(answer) else ''}."
         )
+    if answer.chosen_row.run:
+        notes.append("A run: without evaluation, saves, waits for data, and what is lost at failures.")
     return "\n".join(_filled(note) for note in notes)
 
 

@@ -18,6 +18,7 @@ from shardkit.plan.answer import PlanRequest
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import with_fsdp
 from shardkit.plan.devices import Device
+from shardkit.plan.whole_run import WholeRun
 from shardkit.problems import Problems
 from shardkit.spinner import waiting
 
@@ -161,12 +162,13 @@ def build(
     file: Path | None = None,
     own_optimizer: str | None = None,
     own_batch: str | None = None,
+    run: WholeRun | None = None,
 ) -> PlanRequest:
     """The request for the configuration's ranks. Reads the model, which may take seconds.
 
     `per_machine`: by default `_ranks_per_machine`'s. `optimizer`: a name of `optimizer_name`. `network`: Gb/s of one
     machine's adapters together, by default the device's. `file`: the configuration file, where it names the model.
-    `own_optimizer`, `own_batch`: as in PlanRequest.
+    `own_optimizer`, `own_batch`, `run`: as in PlanRequest.
 
     Raises the errors of `describe`.
     """
@@ -189,6 +191,7 @@ def build(
         own_optimizer=own_optimizer,
         own_batch=own_batch,
         folder=folder,
+        run=run,
     )
     request = tpu.as_planned(request if network is None else _with_network(request, network))
     return _in_supported_dtypes(request)
