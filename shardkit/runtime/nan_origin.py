@@ -7,7 +7,7 @@ a step all ranks look at the gradients of the parameters, and raise together, wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from shardkit.distributed.nested import leaves
 from shardkit.distributed.tensors import clean_name, is_compiled, is_composed, is_transformed, local_part, unwrapped
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
+from shardkit.optim.kernels import parameters_of
 from shardkit.optim.loss_scale import LossScale
 from shardkit.runtime.steps.counters import Counters
 from shardkit.wording import first_few
@@ -38,7 +39,9 @@ class NanOrigin:
         self, models: Sequence[nn.Module], counters: Counters, loss_scale: LossScale, control: ControlGroup
     ) -> None:
         self._models, self._counters, self._loss_scale, self._control = models, counters, loss_scale, control
-        self._origin: str | None = None
+        self._in_forward: str | None = None
+        """What had the first NaN values: an output, or the loss."""
+        self._in_backward: str | None = None
         self._infinite: str | None = None
         """The first output with infinite values, which are meant where they mask something."""
         self._newest_finite_gradient = LOSS
@@ -47,18 +50,23 @@ class NanOrigin:
 
     def watch(self, model: nn.Module) -> None:
         """Looks at the outputs of the model's modules from now on; inside compiled ones torch leaves the hooks out."""
+        is_opaque = {
+            one: is_compiled(one) or one._compiled_call_impl is not None or isinstance(one, torch.jit.ScriptModule)
+            for one in model.modules()
+        }
         for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                continue
             for earlier in [*module._forward_hooks.values()]:  # of a run before
                 if isinstance(earlier, _AfterForward):
                     earlier.remove()
             hook = _AfterForward(self, clean_name(name) or "the model")
             hook.remove = module.register_forward_hook(hook, with_kwargs=True).remove
-        compiled = sum(is_compiled(one) or one._compiled_call_impl is not None for one in model.modules())
-        if compiled:
+        if any(is_opaque.values()):
             log.info(
                 "debug: NaN values inside compiled modules (%d) are noticed after them; shardkit.compile: false names "
                 "the module inside.",
-                compiled,
+                sum(is_opaque.values()),
             )
 
     def after_forward(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -71,7 +79,7 @@ class NanOrigin:
             values = local_part(tensor)
             if not _is_finite(values):
                 if values.isnan().any():
-                    self._note(f"the {what}: {_places(values)}; {self._before(module, inputs)}")
+                    self._note_in_forward(f"the {what}: {_places(values)}; {self._before(module, inputs)}")
                 elif self._infinite is None:
                     self._infinite = what
             if tensor.requires_grad:
@@ -83,14 +91,18 @@ class NanOrigin:
         self._newest_finite_gradient = LOSS
         values = local_part(loss)
         if not _is_finite(values):
-            self._note(f"{LOSS}: {_places(values)}, without NaN in an output before{self._after_infinite()}")
+            self._note_in_forward(f"{LOSS}: {_places(values)}, without NaN in an output before{self._after_infinite()}")
 
-    def check(self, parameters: Iterable[torch.Tensor]) -> None:
-        """ModelError on all ranks where a gradient of any of the parameters is not finite on any rank. Collective."""
-        bad = [p for p in parameters if p.grad is not None and not _is_finite(_values(p.grad))]
-        if self._loss_scale.is_on and self._origin is None:
-            bad = []  # an overflow, at which the loss scale leaves the step out
-        found = self._control.exchange([self._names(bad), self._origin])
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """ModelError on all ranks where a gradient that the optimizer takes is not finite on any rank. Collective."""
+        origin = self._in_forward or self._in_backward
+        bad = [p for p in parameters_of(optimizer) if p.grad is not None and not _is_finite(_values(p.grad))]
+        is_scaled = (
+            self._loss_scale.is_on or getattr(optimizer, "found_inf", None) is not None
+        )  # by a scaler of its own
+        if is_scaled and self._in_forward is None:
+            origin, bad = None, []  # an overflow, at which the step is left out
+        found = self._control.exchange([self._names(bad), origin])
         self._is_of_earlier_step = True
         if any(names for names, _ in found):
             names = dict.fromkeys(name for names, _ in found for name in names)
@@ -101,12 +113,14 @@ class NanOrigin:
         named = (pair for model in self._models for pair in unwrapped(model).named_parameters()) if ids else ()
         return [clean_name(name) for name, p in named if id(p) in ids][: MOST + 1]
 
-    def _after_backward(self, what: str, gradient: torch.Tensor) -> None:
+    def _after_backward(self, what: str, gradient: torch.Tensor | None) -> None:
+        if gradient is None:  # of an output that is not used
+            return
         values = _values(gradient)
         if _is_finite(values):
             self._newest_finite_gradient = what
-        elif not self._loss_scale.is_on:
-            self._note(
+        elif self._in_backward is None:
+            self._in_backward = self._in_micro_batch(
                 f"the gradient of {what}: {_places(values)}, in the backward from "
                 f"{self._newest_finite_gradient}, whose gradient is finite; "
                 "torch.autograd.set_detect_anomaly(True) names the operation"
@@ -114,13 +128,17 @@ class NanOrigin:
 
     def _begin(self) -> None:
         if self._is_of_earlier_step:
-            self._origin, self._infinite, self._is_of_earlier_step = None, None, False
+            self._in_forward, self._in_backward, self._infinite = None, None, None
+            self._is_of_earlier_step = False
             self._newest_finite_gradient = LOSS
 
-    def _note(self, what: str) -> None:
-        if self._origin is None:
-            micro_step = self._counters.micro_step  # 0 outside of accumulate()
-            self._origin = f"{f'micro-batch {micro_step}: ' if micro_step else ''}{what}"
+    def _note_in_forward(self, what: str) -> None:
+        if self._in_forward is None:
+            self._in_forward = self._in_micro_batch(what)
+
+    def _in_micro_batch(self, what: str) -> str:
+        micro_step = self._counters.micro_step  # 0 outside of accumulate()
+        return f"micro-batch {micro_step}: {what}" if micro_step else what
 
     def _before(self, module: nn.Module, inputs: Any) -> str:
         """What went into a module."""

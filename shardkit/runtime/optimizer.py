@@ -121,7 +121,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         progress.post("optimizer step", self.accumulation.counters.step)
         self._follow_changed_groups()
         self.make_gradients_final()
-        self.accumulation.events.before_step(self._followed)
+        self.accumulation.events.before_step(self.optimizer)
         self.step_was_skipped = self.accumulation.loss_scale.overflowed(self.optimizer)
         if not self._has_stepped and closure is None:
             self._has_stepped = True

@@ -3,7 +3,7 @@ their facade."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -191,11 +191,11 @@ class Run:
         if self.nan_origin is not None:
             self.nan_origin.note_loss(loss)
 
-    def _check_step(self, parameters: Iterable[torch.Tensor]) -> None:
+    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         for check in self.checks_before_step:
             check()
         if self.nan_origin is not None:
-            self.nan_origin.check(parameters)
+            self.nan_origin.check(optimizer)
 
     @property
     def device(self) -> torch.device:

@@ -1,6 +1,6 @@
 """What the parts of a run do at the moments of a training step. `accumulate.Accumulation` calls them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ class StepEvents:
     """Called with the loss of each micro-batch, before its backward."""
     on_batch: Callable[[], None] = _nothing
     """Called once for each batch that is trained on."""
-    before_step: Callable[[Iterable[torch.Tensor]], None] = _nothing
-    """Called with its parameters before each step of a prepared optimizer; raises UsageError or ModelError where it
+    before_step: Callable[[torch.optim.Optimizer], None] = _nothing
+    """Called before each step of a prepared optimizer, with the one inside; raises UsageError or ModelError where it
     must not step on the present gradients. Collective in the first steps."""
     before_foreign_step: Callable[[torch.optim.Optimizer], None] = _nothing
     """Called before the first step of an optimizer that was not prepared; raises where it must not step."""
