@@ -95,8 +95,8 @@ MODES: dict[str, dict[str, Any]] = {
 FAULTS = {
     "sample": "step 2 are NaN or infinite, and it has not changed the weights (got such values first on rank 1, "
     "micro-batch 1: the output of embed (Linear, float32 [4, 8]): 8 of 32 values are NaN, in row 1; its inputs have "
-    "them already, from the data or from code between modules; then in gradients of embed.weight, embed.bias, "
-    "blocks.0.up.weight and ",
+    "them already, from the data or from code between modules; then in gradients of 8 parameters (embed.weight, "
+    "embed.bias, blocks.0.up.weight, ...))",
     "weight": "on rank 0, micro-batch 1: the output of blocks.1.up (Linear, float32 [4, 8]): 32 of 32 values are NaN, "
     "in all rows; its weight had NaN values before this step",
     "overflow": "micro-batch 1: the loss: inf, without NaN in an output before; infinite ones were first in the output "
@@ -105,7 +105,7 @@ FAULTS = {
     "all rows, in the backward from the output of blocks.1 (Block, float32 [4, 8]), whose gradient is finite",
     "loss": "micro-batch 1: the loss: -inf, without NaN in an output before; then",
     "penalty": "first in no output of a module: in an operation on the parameters, or outside of modules; then in "
-    "gradients of head.bias)",
+    "gradients of 1 parameter (head.bias))",
     "parametrization": "the output of head.parametrizations.weight.0 (_WeightNorm, float32 [1, 8]): 8 of 8 values are "
     "NaN, in all rows; its inputs are finite, up to ",
 }

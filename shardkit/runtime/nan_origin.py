@@ -22,7 +22,7 @@ from shardkit.log import get_logger
 from shardkit.optim.kernels import parameters_of
 from shardkit.optim.loss_scale import LossScale
 from shardkit.runtime.steps.counters import Counters
-from shardkit.wording import first_few
+from shardkit.wording import counted, first_few
 
 log = get_logger(__name__)
 
@@ -102,16 +102,20 @@ class NanOrigin:
         )  # by a scaler of its own
         if is_scaled and self._in_forward is None:
             origin, bad = None, []  # an overflow, at which the step is left out
-        found = self._control.exchange([self._names(bad), origin])
+        found = self._control.exchange([len(bad), self._first_names(bad), origin])
         self._is_of_earlier_step = True
-        if any(names for names, _ in found):
-            names = dict.fromkeys(name for names, _ in found for name in names)
-            raise ModelError(_text(self._counters.step + 1, [*names], [origin for _, origin in found]))
+        numbers, names, origins = zip(*found, strict=True)
+        if number := max(numbers):
+            known = dict.fromkeys(name for of_rank in names for name in of_rank)
+            parameters = (
+                f"{counted(number, 'parameter')} ({', '.join([*known][:MOST])}{', ...' if number > MOST else ''})"
+            )
+            raise ModelError(_text(self._counters.step + 1, parameters, origins))
 
-    def _names(self, parameters: Sequence[torch.Tensor]) -> list[str]:
+    def _first_names(self, parameters: Sequence[torch.Tensor]) -> list[str]:
         ids = {id(p) for p in parameters}
         named = (pair for model in self._models for pair in unwrapped(model).named_parameters()) if ids else ()
-        return [clean_name(name) for name, p in named if id(p) in ids][: MOST + 1]
+        return [clean_name(name) for name, p in named if id(p) in ids][:MOST]
 
     def _after_backward(self, what: str, gradient: torch.Tensor | None) -> None:
         if gradient is None:  # of an output that is not used
@@ -213,13 +217,13 @@ def _places(values: torch.Tensor) -> str:
     return number + (", in all rows" if len(rows) == len(values) else f", in row {first_few(rows, MOST)}")
 
 
-def _text(step: int, parameters: Sequence[str], origins: Sequence[str | None]) -> str:
+def _text(step: int, parameters: str, origins: Sequence[str | None]) -> str:
     noted = [f"on rank {rank}, {origin}" for rank, origin in enumerate(origins) if origin is not None]
     if not noted:
         noted = ["in no output of a module: in an operation on the parameters, or outside of modules"]
     others = [*noted[1:MOST], *([f"on {len(noted) - MOST} more ranks"] if len(noted) > MOST else [])]
     return (
         f"optimizer: gradients in step {step} are NaN or infinite, and it has not changed the weights (got such values "
-        f"first {noted[0]}; then in gradients of {first_few(parameters, MOST)}); mend the samples or the module, and "
+        f"first {noted[0]}; then in gradients of {parameters}); mend the samples or the module, and "
         "resume from the last checkpoint." + "".join(f"\n  also {one}" for one in others)
     )
