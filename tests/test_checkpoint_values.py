@@ -1,11 +1,14 @@
 """Plain values in a checkpoint, names in its folder, and replacing a folder where the system cannot swap."""
 
+import gc
 import json
 import math
 import os
 import re
+import struct
 import subprocess
 import sys
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from enum import Enum
 from typing import NamedTuple
@@ -274,3 +277,16 @@ def test_a_checkpoint_that_may_not_be_read_is_told_in_words(tmp_path, monkeypatc
     assert [one.reason for one in folder.newest_valid(tmp_path)[1]] == [where]
     with pytest.raises(CheckpointError, match=f"^checkpoint: {re.escape(where)}$"):
         checkpoints.load(live, tmp_path / "step-00000000")
+
+
+def test_the_bytes_of_a_tensor_keep_it_alive():
+    tensor = torch.tensor([1.0, 2.0])
+    part = tensors.memory(tensor)[4:]
+    alive = weakref.ref(tensor)
+    del tensor
+    gc.collect()
+    assert alive() is not None
+    assert bytes(part) == struct.pack("<f", 2.0)
+    del part
+    gc.collect()
+    assert alive() is None

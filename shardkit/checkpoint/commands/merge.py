@@ -167,4 +167,4 @@ def _cast(data: memoryview, source: str, target: str) -> memoryview:
     from shardkit.checkpoint.states import tensors
 
     block = torch.frombuffer(data, dtype=tensors.TORCH_DTYPES[source]).to(tensors.TORCH_DTYPES[target])
-    return memoryview(bytearray(tensors.memory(block)))
+    return tensors.memory(block)

@@ -73,8 +73,7 @@ def _cast(piece: torch.Tensor, target: torch.dtype) -> Iterator[memoryview]:
     flat = piece.detach().contiguous().view(-1)
     at_once = disk.BLOCK_BYTES // max(flat.element_size(), target.itemsize)
     for low in range(0, flat.numel(), at_once):
-        block = flat[low : low + at_once].to("cpu", target)  # a variable, since the memoryview does not keep it alive
-        yield tensors.memory(block)
+        yield tensors.memory(flat[low : low + at_once].to("cpu", target))
 
 
 class _Piece(NamedTuple):

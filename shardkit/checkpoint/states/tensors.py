@@ -98,11 +98,13 @@ def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, shared and writable. The tensor must outlive it."""
+    """The bytes of a contiguous CPU tensor, shared and writable; they keep it alive."""
     size = tensor.numel() * tensor.element_size()
     if not size:
         return memoryview(bytearray())
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+    array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    array.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
 
 
 def empty(dtype: str, sizes: Iterable[int], is_touched: bool = False) -> torch.Tensor:
