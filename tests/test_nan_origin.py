@@ -1,6 +1,7 @@
 """`debug: true`: no step on gradients that are NaN or infinite, and the error names what had such values first."""
 
 import copy
+import logging
 import pickle
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shardkit import Accelerator
 from shardkit.errors import ModelError
+from tests.ranks import log_lines
 
 WIDTH = 8
 
@@ -95,8 +97,8 @@ MODES: dict[str, dict[str, Any]] = {
 FAULTS = {
     "sample": "step 2 are NaN or infinite, and it has not changed the weights (got such values first on rank 1, "
     "micro-batch 1: the output of embed (Linear, float32 [4, 8]): 8 of 32 values are NaN, in row 1; its inputs have "
-    "them already, from the data or from code between modules; then in gradients of 8 parameters (embed.weight, "
-    "embed.bias, blocks.0.up.weight, ...))",
+    "them already, from the data or from code between modules; then in gradients of 8 parameters, embed.weight, "
+    "embed.bias, blocks.0.up.weight, ...)",
     "weight": "on rank 0, micro-batch 1: the output of blocks.1.up (Linear, float32 [4, 8]): 32 of 32 values are NaN, "
     "in all rows; its weight had NaN values before this step",
     "overflow": "micro-batch 1: the loss: inf, without NaN in an output before; infinite ones were first in the output "
@@ -105,7 +107,7 @@ FAULTS = {
     "all rows, in the backward from the output of blocks.1 (Block, float32 [4, 8]), whose gradient is finite",
     "loss": "micro-batch 1: the loss: -inf, without NaN in an output before; then",
     "penalty": "first in no output of a module: in an operation on the parameters, or outside of modules; then in "
-    "gradients of 1 parameter (head.bias))",
+    "gradients of 1 parameter, head.bias)",
     "parametrization": "the output of head.parametrizations.weight.0 (_WeightNorm, float32 [1, 8]): 8 of 8 values are "
     "NaN, in all rows; its inputs are finite, up to ",
 }
@@ -165,21 +167,32 @@ def test_a_script_may_leave_out_losses_that_are_nan(ranks):
     assert ranks.run(2, skipped) == ["done: 3 steps"] * 2
 
 
-def scaled() -> tuple[int, bool]:
-    """Steps, and whether the last was left out: gradients overflow in fp16, until the scale is small enough."""
+def scaled(sample: float) -> tuple[int, bool, str]:
+    """Steps, whether the last was left out, and what was said of it: gradients overflow in fp16, until the scale is
+    small enough."""
     precision = {"precision": {"init_scale": 2.0**40}}
     accelerator = Accelerator(
         config={"use_cpu": True, "debug": True, "mixed_precision": "fp16", "shardkit": precision, **MODES["DDP"]}
     )
     model = Net("")
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 1e-3))
-    accelerator.backward(loss_of(model, torch.ones(4, 4), ""))
-    optimizer.step()
-    return accelerator.counters.step, accelerator.optimizer_step_was_skipped
+    with log_lines("shardkit.runtime.nan_origin", logging.WARNING) as said:
+        accelerator.backward(loss_of(model, torch.full((4, 4), sample), ""))
+        optimizer.step()
+    return accelerator.counters.step, accelerator.optimizer_step_was_skipped, "".join(said)
 
 
 def test_an_overflow_is_left_to_the_loss_scale(ranks):
-    assert ranks.run(2, scaled) == [(0, True)] * 2
+    assert ranks.run(2, scaled, 1.0) == [(0, True, "")] * 2
+
+
+def test_what_is_left_out_by_the_loss_scale_and_not_for_it_is_told(ranks):
+    (*first, said), second = ranks.run(2, scaled, 1e30)
+    assert [*first] == [0, True]
+    assert (
+        "the loss scale leaves out step 1, which has NaN or infinite values without it (got such values first" in said
+    )
+    assert second == (0, True, "")
 
 
 def copied(mode: str) -> str:

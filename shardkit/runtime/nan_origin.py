@@ -7,8 +7,9 @@ a step all ranks look at the gradients of the parameters, and raise together, wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -94,23 +95,28 @@ class NanOrigin:
             self._note_in_forward(f"{LOSS}: {_places(values)}, without NaN in an output before{self._after_infinite()}")
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """ModelError on all ranks where a gradient that the optimizer takes is not finite on any rank. Collective."""
-        origin = self._in_forward or self._in_backward
+        """ModelError on all ranks where a gradient that the optimizer takes is not finite on any rank. A step that a
+        loss scale leaves out is only told, where the forward had such values, too. Collective."""
+        is_scaled = self._loss_scale.is_on or getattr(optimizer, "found_inf", None) is not None  # by the script's own
+        origin = self._in_forward if is_scaled else self._in_forward or self._in_backward
         bad = [p for p in parameters_of(optimizer) if p.grad is not None and not _is_finite(_values(p.grad))]
-        is_scaled = (
-            self._loss_scale.is_on or getattr(optimizer, "found_inf", None) is not None
-        )  # by a scaler of its own
-        if is_scaled and self._in_forward is None:
-            origin, bad = None, []  # an overflow, at which the step is left out
         found = self._control.exchange([len(bad), self._first_names(bad), origin])
         self._is_of_earlier_step = True
         numbers, names, origins = zip(*found, strict=True)
-        if number := max(numbers):
-            known = dict.fromkeys(name for of_rank in names for name in of_rank)
-            parameters = (
-                f"{counted(number, 'parameter')} ({', '.join([*known][:MOST])}{', ...' if number > MOST else ''})"
+        if not any(numbers):
+            return
+        step, got = self._counters.step + 1, _got(max(numbers), dict.fromkeys(chain(*names)), origins)
+        if not is_scaled:
+            raise ModelError(
+                f"optimizer: gradients in step {step} are NaN or infinite, and it has not changed the weights "
+                f"({got[0]}); mend the samples or the module, and resume from the last checkpoint.{got[1]}"
             )
-            raise ModelError(_text(self._counters.step + 1, parameters, origins))
+        if any(origins) and self._control.rank == 0:
+            log.warning(
+                "optimizer: the loss scale leaves out step %d, which has NaN or infinite values without it (%s).%s",
+                step,
+                *got,
+            )
 
     def _first_names(self, parameters: Sequence[torch.Tensor]) -> list[str]:
         ids = {id(p) for p in parameters}
@@ -217,13 +223,14 @@ def _places(values: torch.Tensor) -> str:
     return number + (", in all rows" if len(rows) == len(values) else f", in row {first_few(rows, MOST)}")
 
 
-def _text(step: int, parameters: str, origins: Sequence[str | None]) -> str:
+def _got(number: int, names: Iterable[str], origins: Sequence[str | None]) -> tuple[str, str]:
+    """What had values that are not finite first, on the first rank that has any; lines for the other ranks."""
     noted = [f"on rank {rank}, {origin}" for rank, origin in enumerate(origins) if origin is not None]
     if not noted:
         noted = ["in no output of a module: in an operation on the parameters, or outside of modules"]
     others = [*noted[1:MOST], *([f"on {len(noted) - MOST} more ranks"] if len(noted) > MOST else [])]
+    listed = ", ".join([*names][:MOST]) + (", ..." if number > MOST else "")
     return (
-        f"optimizer: gradients in step {step} are NaN or infinite, and it has not changed the weights (got such values "
-        f"first {noted[0]}; then in gradients of {parameters}); mend the samples or the module, and "
-        "resume from the last checkpoint." + "".join(f"\n  also {one}" for one in others)
+        f"got such values first {noted[0]}; then in gradients of {counted(number, 'parameter')}, {listed}",
+        "".join(f"\n  also {one}" for one in others),
     )
