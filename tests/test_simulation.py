@@ -739,6 +739,15 @@ def test_the_notes_model_is_simulated_from_the_command_line(tmp_path):
     assert [each["method"] for each in answer["strategies"]].count("simulation") == 1
 
 
+@pytest.mark.slow
+def test_checks_of_collectives_that_the_environment_asks_for_do_not_reach_a_simulation(tmp_path, monkeypatch):
+    flags = ["--model", "gpt:layers=2,hidden=64,heads=4,vocab=100,seq=32", "--world", "4", "--batch-size", "1"]
+    expected = plan(*flags, "--simulate", folder=tmp_path)
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    done = plan(*flags, "--simulate", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, expected.stdout)
+
+
 def test_flags_of_simulations_need_one(tmp_path):
     done = plan("--model", TINY, "--exact", "--batch", "a:b", "--optimizer", "a:c", folder=tmp_path)
     assert done.returncode == 2

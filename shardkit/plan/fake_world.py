@@ -38,6 +38,8 @@ def joined(config: Config, world_size: int, ranks_per_machine: int) -> Iterator[
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # its only place; c10d imports it from there too
 
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.OFF)  # else torch checks each collective, which a fake group cannot answer
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         size = world_size if config.mode == "fsdp" else 1
@@ -47,6 +49,7 @@ def joined(config: Config, world_size: int, ranks_per_machine: int) -> Iterator[
             yield process, mesh
     finally:
         dist.destroy_process_group()
+        dist.set_debug_level(level)
 
 
 def with_fake_tensors(model: nn.Module) -> nn.Module:
