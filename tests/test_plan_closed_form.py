@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardkit.config.meaning import with_strategy
 from shardkit.config.schema import (
     Config,
     DdpConfig,
@@ -23,7 +24,7 @@ from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan import activations
 from shardkit.plan.averages import Ema
-from shardkit.plan.closed_form import Estimate, Memory, estimate, with_strategy
+from shardkit.plan.closed_form import Estimate, Memory, estimate
 from shardkit.plan.optimizers import state_bytes
 
 GIB = 2**30

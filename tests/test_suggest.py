@@ -3,10 +3,10 @@
 import pytest
 
 from shardkit.config.hardware import Device, Hardware
+from shardkit.config.meaning import with_strategy
 from shardkit.model.sources import describe
 from shardkit.plan import devices, suggest
 from shardkit.plan.answer import PlanRequest, row
-from shardkit.plan.closed_form import with_strategy
 from shardkit.wizard import numbers
 from shardkit.wizard.answers import settle
 from shardkit.wizard.situation import Situation

@@ -101,16 +101,18 @@ def dtypes(config: Config) -> Dtypes:
 
 def without_bf16(config: Config) -> Config:
     """The configuration as it is trained on devices that do not support bf16: in fp32."""
-    section = config.shardkit.precision.model_copy(update={"param_dtype": None, "output_dtype": None})
-    return config.model_copy(
-        update={"mixed_precision": "no", "shardkit": config.shardkit.model_copy(update={"precision": section})}
-    )
+    return config.changed(mixed_precision="no", shardkit={"precision": {"param_dtype": None, "output_dtype": None}})
 
 
 def without_shards(config: Config) -> Config:
     """The configuration of a model that is whole on every rank."""
-    fsdp = config.fsdp.model_copy(update={"sharding_strategy": ShardingStrategy.NO_SHARD})
-    return config.model_copy(update={"fsdp": fsdp})
+    return config.changed(fsdp={"sharding_strategy": ShardingStrategy.NO_SHARD})
+
+
+def with_strategy(config: Config, strategy: ShardingStrategy) -> Config:
+    """The configuration under another strategy of FSDP."""
+    fsdp = {"sharding_strategy": strategy, "reshard_after_forward": None}
+    return config.changed(distributed_type=DistributedType.FSDP, fsdp=fsdp)
 
 
 def eight_bits(config: Config) -> Literal["fp8", "mxfp8"] | None:

@@ -7,7 +7,7 @@ hardware or environment; checks across fields are in `config/checks.py`.
 
 import re
 from enum import Enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -236,6 +236,7 @@ Names = Annotated[list[str], BeforeValidator(read_names)]
 Lines = Annotated[list[str], BeforeValidator(read_lines)]
 Text = Annotated[str | None, BeforeValidator(read_text)]
 Host = Annotated[str | None, BeforeValidator(read_host)]
+SectionKind = TypeVar("SectionKind", bound="Section")
 
 
 class Section(BaseModel):
@@ -244,6 +245,12 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", populate_by_name=True, frozen=True, validate_default=False, allow_inf_nan=False
     )
+
+    def changed(self: SectionKind, **settings: Any) -> SectionKind:
+        """A copy with other settings, which are not checked; those of an inner section as a dict:
+        `config.changed(use_cpu=True, fsdp={"offload_params": False})`."""
+        inner = {name: one for name in settings if isinstance(one := getattr(self, name), Section)}
+        return self.model_copy(update=settings | {name: one.changed(**settings[name]) for name, one in inner.items()})
 
 
 class FsdpConfig(Section):

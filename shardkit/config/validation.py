@@ -70,8 +70,7 @@ def settled(config: Config) -> Config:
     if meant is not strategy and "sharding_strategy" in config.fsdp.model_fields_set:
         what = f"means {meant.value}, but sharding_strategy says {strategy.value}"
         raise ConfigError(f"fsdp.reshard_after_forward: {what} (got {reshards}); keep one of them.")
-    fsdp = config.fsdp.model_copy(update={"sharding_strategy": meant, "reshard_after_forward": None})
-    return config.model_copy(update={"fsdp": fsdp})
+    return config.changed(fsdp={"sharding_strategy": meant, "reshard_after_forward": None})
 
 
 def settle(layer: Layer) -> None:

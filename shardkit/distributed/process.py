@@ -99,11 +99,11 @@ def check_world(config: Config, chosen: Mapping[str, str]) -> Config:
         log.warning(
             "%s, but this script was started without a launcher; start it with: shardkit launch %s", text, _script()
         )
-    config = config.model_copy(update={"num_processes": ranks.world_size})
+    config = config.changed(num_processes=ranks.world_size)
     if ranks.world_size == 1 and config.mode == "fsdp" and _shards_alone(config):
-        config = config.model_copy(update={"distributed_type": DistributedType.NO})
+        config = config.changed(distributed_type=DistributedType.NO)
     if config.mode == "single" and "distributed_type" not in chosen and ranks.world_size > 1:
-        config = config.model_copy(update={"distributed_type": DistributedType.FSDP})
+        config = config.changed(distributed_type=DistributedType.FSDP)
     if config.mode == "single" and ranks.world_size > 1:
         raise ConfigError(
             f"distributed_type: NO means one process (got {ranks.world_size} launched); "
@@ -130,7 +130,7 @@ def _with_devices(config: Config, chosen: Mapping[str, str], ranks: env.Ranks) -
             f"{chosen['num_processes']}: num_processes: {config.num_processes} asked for (got {found} XLA devices); "
             "leave it out: on a TPU it is the number of all its devices."
         )
-    return config.model_copy(update={"num_processes": found})
+    return config.changed(num_processes=found)
 
 
 def start(config: Config) -> Process:

@@ -19,27 +19,25 @@ def for_one_of(config: Config, tree: ModuleNode, others: Sequence[ModuleNode]) -
     if not others:
         return config, []
     pattern = config.fsdp.ignored_modules
-    fsdp = config.fsdp.model_copy(
-        update={
-            "transformer_layer_cls_to_wrap": _classes_for(config.fsdp.transformer_layer_cls_to_wrap, tree, others),
-            "ignored_modules": None if pattern and _is_only_in_others(pattern, tree, others) else pattern,
-        }
-    )
+    fsdp = {
+        "transformer_layer_cls_to_wrap": _classes_for(config.fsdp.transformer_layer_cls_to_wrap, tree, others),
+        "ignored_modules": None if pattern and _is_only_in_others(pattern, tree, others) else pattern,
+    }
     if _has_blocks(tree, config.fsdp) or not any(_has_blocks(other, config.fsdp) for other in others):
-        return config.model_copy(update={"fsdp": fsdp}), []
+        return config.changed(fsdp=fsdp), []
     section = config.shardkit
     wanted = {
-        "fsdp_activation_checkpointing": fsdp.activation_checkpointing,
+        "fsdp_activation_checkpointing": config.fsdp.activation_checkpointing,
         "xla_fsdp_grad_ckpt": config.xla_fsdp_grad_ckpt,
         "shardkit.offload_activations": section.offload_activations,
         "shardkit.compile": section.compile,
     }
-    changed = {
-        "fsdp": fsdp.model_copy(update={"activation_checkpointing": False}),
-        "xla_fsdp_grad_ckpt": False,
-        "shardkit": section.model_copy(update={"offload_activations": False, "compile": False}),
-    }
-    return config.model_copy(update=changed), [name for name, is_wanted in wanted.items() if is_wanted]
+    changed = config.changed(
+        fsdp={**fsdp, "activation_checkpointing": False},
+        xla_fsdp_grad_ckpt=False,
+        shardkit={"offload_activations": False, "compile": False},
+    )
+    return changed, [name for name, is_wanted in wanted.items() if is_wanted]
 
 
 def _classes_for(names: Sequence[str], tree: ModuleNode, others: Sequence[ModuleNode]) -> list[str]:
@@ -67,6 +65,6 @@ def _has_blocks(tree: ModuleNode, config: FsdpConfig) -> bool:
     present = _classes(tree)
     own = [name for name in config.transformer_layer_cls_to_wrap if name in present]
     try:
-        return bool(block_names(tree, config.model_copy(update={"transformer_layer_cls_to_wrap": own})))
+        return bool(block_names(tree, config.changed(transformer_layer_cls_to_wrap=own)))
     except ModelError:
         return False

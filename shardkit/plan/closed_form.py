@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from shardkit.config.meaning import dtypes
-from shardkit.config.schema import BackwardPrefetch, Config, DistributedType, ShardingStrategy
+from shardkit.config.schema import BackwardPrefetch, Config, ShardingStrategy
 from shardkit.model.blocks import repeated_classes
 from shardkit.model.describe import TransformerFacts
 from shardkit.model.tree import ModuleNode
@@ -143,17 +143,6 @@ def estimate(
     joined = ranks_joined or ranks_per_machine
     sent = traffic(plan, config, world_size, joined)
     return Estimate(config, plan.axes, len(plan.units) + 1, memory, sent, plan.in_step.flops)
-
-
-def with_strategy(config: Config, strategy: ShardingStrategy) -> Config:
-    """The same configuration under another strategy."""
-    config = with_fsdp(config, sharding_strategy=strategy, reshard_after_forward=None)
-    return config.model_copy(update={"distributed_type": DistributedType.FSDP})
-
-
-def with_fsdp(config: Config, **settings: object) -> Config:
-    """The same configuration with other settings of FSDP."""
-    return config.model_copy(update={"fsdp": config.fsdp.model_copy(update=settings)})
 
 
 def known_activations(

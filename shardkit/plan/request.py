@@ -16,7 +16,6 @@ from shardkit.plan import devices, optimizers, tpu
 from shardkit.plan.activations import Loss
 from shardkit.plan.answer import PlanRequest
 from shardkit.plan.averages import Ema
-from shardkit.plan.closed_form import with_fsdp
 from shardkit.plan.devices import Device
 from shardkit.plan.whole_run import WholeRun
 from shardkit.problems import Problems
@@ -173,7 +172,7 @@ def build(
     Raises the errors of `describe`.
     """
     # The file may be for this CPU and the plan for GPUs elsewhere, or the other way round.
-    config = config.model_copy(update={"use_cpu": device == devices.find("cpu", device.memory_bytes)})
+    config = config.changed(use_cpu=device == devices.find("cpu", device.memory_bytes))
     with waiting(f"reading the model {model}"):
         folder = folder_for(model, file)
         description = describe(model, folder=folder)
@@ -213,7 +212,7 @@ def _in_supported_dtypes(request: PlanRequest) -> PlanRequest:
 
 def _without_class_names(config: Config) -> Config:
     """Without the file's class names: weights have none, so units are the repeated blocks."""
-    return with_fsdp(config, transformer_layer_cls_to_wrap=[])
+    return config.changed(fsdp={"transformer_layer_cls_to_wrap": []})
 
 
 def device_of(config: Config, name: str | None, memory: str | None) -> Device:

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shardkit.config.meaning import dtypes
+from shardkit.config.meaning import dtypes, with_strategy
 from shardkit.config.schema import DistributedType, ShardingStrategy, WrapPolicy
 from shardkit.errors import ShardkitError
 from shardkit.plan.activations import Loss
 from shardkit.plan.answer import USUAL_TOKENS, Change, PlanRequest, Row, configured_strategy, possible_strategies, row
-from shardkit.plan.closed_form import RankMemory, with_fsdp, with_strategy
+from shardkit.plan.closed_form import RankMemory
 from shardkit.plan.devices import SPARE, Device
 from shardkit.plan.traffic import Traffic
 
@@ -121,16 +121,15 @@ def _candidates(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str,
     yield from _other_loads(request, given)
     if not config.fsdp.activation_checkpointing:
         text = "fsdp_activation_checkpointing: true (a third more compute)"
-        yield text, request.with_config(with_fsdp(config, activation_checkpointing=True))
+        yield text, request.with_config(config.changed(fsdp={"activation_checkpointing": True}))
     section = config.shardkit
     recomputes_blocks = config.fsdp.activation_checkpointing and section.recompute == "blocks"
     if recomputes_blocks and not (section.offload_activations or section.compile or request.is_on_tpu):
-        section = section.model_copy(update={"offload_activations": True})
         text = "shardkit.offload_activations: true (slower steps, host memory)"
-        yield text, request.with_config(config.model_copy(update={"shardkit": section}))
+        yield text, request.with_config(config.changed(shardkit={"offload_activations": True}))
     if dtypes(config).param is None:
         half = "fp16" if request.device.lacks_bf16 else "bf16"
-        yield f"mixed_precision: {half}", request.with_config(config.model_copy(update={"mixed_precision": half}))
+        yield f"mixed_precision: {half}", request.with_config(config.changed(mixed_precision=half))
 
 
 def _other_layouts(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
@@ -141,11 +140,11 @@ def _other_layouts(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[s
             yield text, request.with_config(with_strategy(config, strategy))
     if config.mode == "fsdp" and not config.fsdp.offload_params and not request.is_on_tpu:
         text = "fsdp_offload_params: true (slower steps, host memory)"
-        yield text, request.with_config(with_fsdp(config, offload_params=True))
+        yield text, request.with_config(config.changed(fsdp={"offload_params": True}))
     if config.mode == "fsdp" and config.fsdp.auto_wrap_policy is WrapPolicy.NO_WRAP:
         text = "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
         update = {"auto_wrap_policy": WrapPolicy.TRANSFORMER_BASED_WRAP, "transformer_layer_cls_to_wrap": []}
-        yield text, request.with_config(with_fsdp(config, **update))
+        yield text, request.with_config(config.changed(fsdp=update))
 
 
 def _needed_for(strategy: ShardingStrategy, given: PlanRequest) -> Iterator[str]:

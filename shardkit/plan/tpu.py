@@ -31,16 +31,12 @@ def as_planned(request: PlanRequest) -> PlanRequest:
 
 def _without_xla(config: Config) -> Config:
     strategy = config.fsdp.sharding_strategy if xla.shards(config) else ShardingStrategy.NO_SHARD
-    fsdp = {"sharding_strategy": strategy, "activation_checkpointing": xla.recomputes(config)}
-    changes: dict[str, Any] = {
-        "distributed_type": DistributedType.FSDP,
-        "fsdp": config.fsdp.model_copy(update=fsdp),
-        "mixed_precision": "no",
-        "shardkit": config.shardkit.model_copy(
-            update={"precision": config.shardkit.precision.model_copy(update=_dtypes(config))}
-        ),
-    }
-    return config.model_copy(update=changes)
+    return config.changed(
+        distributed_type=DistributedType.FSDP,
+        fsdp={"sharding_strategy": strategy, "activation_checkpointing": xla.recomputes(config)},
+        mixed_precision="no",
+        shardkit={"precision": _dtypes(config)},
+    )
 
 
 def _dtypes(config: Config) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class ShardedSizes:
 
 def axes(config: Config, world_size: int, ranks_per_machine: int) -> Axes:
     """Mode and mesh of a configuration for the world size. Raises ConfigError if a given mesh does not fit."""
-    mode = config.model_copy(update={"num_processes": world_size}).mode
+    mode = config.changed(num_processes=world_size).mode
     if mode == "single" or (mode == "ddp" and world_size == 1):
         return Axes("single", 1, 1)
     sizes = mesh_sizes(config, world_size, min(ranks_per_machine, world_size))

@@ -231,12 +231,9 @@ def _tracked(
     job: Job, config: Config, runs: list[repeats.RepeatedBlocks], kept: list[int], stateless: tuple[str, ...]
 ) -> Step:
     # Broadcasting rank 0's values and compiling do not change the simulated memory.
-    fsdp = config.fsdp.model_copy(update={"sync_module_states": False})
-    section = config.shardkit.model_copy(update={"compile": False})
-    changes: dict[str, Any] = {"fsdp": fsdp, "shardkit": section}
+    config = config.changed(fsdp={"sync_module_states": False}, shardkit={"compile": False})
     if eight_bits(config):  # needs the device's kernels; memory is that of bf16
-        changes["mixed_precision"] = "bf16"
-    config = config.model_copy(update=changes)
+        config = config.changed(mixed_precision="bf16")
     with fake_world.joined(config, job.world_size, job.ranks_per_machine) as (process, mesh):
         model = _shortened(job, runs, kept)
         fake_world.keep_in_place(model)

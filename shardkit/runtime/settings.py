@@ -141,13 +141,9 @@ def check_accumulation(steps: int) -> None:
 
 def with_value(config: Config, name: str, value: Any) -> Config:
     """The configuration with one setting changed."""
-    return _with(config, name.split("."), value)
-
-
-def _with(section: Any, path: list[str], value: Any) -> Any:
-    if len(path) > 1:
-        value = _with(getattr(section, path[0]), path[1:], value)
-    return section.model_copy(update={path[0]: value})
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return config.changed(**value)
 
 
 def _from_outside() -> Settings:
@@ -167,7 +163,7 @@ def _from_code(given: Config | Mapping[str, Any] | str | Path) -> Settings:
     if isinstance(given, Config):
         chosen = _set_names(given)
         if "num_processes" not in chosen:  # checks across keys need the world size
-            given = given.model_copy(update={"num_processes": launched().world_size})
+            given = given.changed(num_processes=launched().world_size)
         config, notes = built_in_python(given)
         for note in notes:
             log.info("%s", note)

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from shardkit.config.meaning import with_strategy
 from shardkit.config.schema import Config, DistributedType, FsdpConfig, ShardingStrategy, WrapPolicy
 from shardkit.errors import ShardkitError
 from shardkit.model.describe import ModelDescription
 from shardkit.plan.answer import fits, yes_no
-from shardkit.plan.closed_form import Estimate, estimate, with_fsdp, with_strategy
+from shardkit.plan.closed_form import Estimate, estimate
 from shardkit.plan.devices import Device
 from shardkit.plan.suggest import Candidate, suggest
 from shardkit.sizes import GIB, MIB, in_words
@@ -137,10 +138,10 @@ def _less_memory(s: Situation, config: Config, peak_bytes: int) -> list[str]:
     assert s.model is not None
     tried = {
         "FULL_SHARD": with_strategy(config, ShardingStrategy.FULL_SHARD),
-        "activation checkpointing": with_fsdp(config, activation_checkpointing=True),
+        "activation checkpointing": config.changed(fsdp={"activation_checkpointing": True}),
     }
     if config.mode == "fsdp" and not s.on_cpu:
-        tried["CPU offload"] = with_fsdp(config, offload_params=True)
+        tried["CPU offload"] = config.changed(fsdp={"offload_params": True})
     found = {name: _estimate(s.model, other, s) for name, other in tried.items()}
     found["more machines"] = _estimated(_Model(s.model), config.model_dump_json(), s.world_size * 2, s.per_machine)
     return [name for name, other in found.items() if other and other.memory.peak.total < peak_bytes]
@@ -151,7 +152,7 @@ def _offload_estimates(s: Situation) -> tuple[Estimate | None, Estimate | None]:
     if s.model is None or s.strategy is None:
         return None, None
     config = with_strategy(_config(s), s.strategy)
-    return _estimate(s.model, config, s), _estimate(s.model, with_fsdp(config, offload_params=True), s)
+    return _estimate(s.model, config, s), _estimate(s.model, config.changed(fsdp={"offload_params": True}), s)
 
 
 def with_peaks(s: Situation, field: str, options: Sequence[Option]) -> Sequence[Option]:
@@ -177,16 +178,12 @@ def _with_details(s: Situation, field: str, value: object) -> Config:
 
 def _config(s: Situation) -> Config:
     """The configuration from the answers so far, without offload, with wrapping that suits the model."""
-    update = {"offload_params": False, "reshard_after_forward": None}
-    fsdp = s.base.fsdp.model_copy(update=update | _wrapping(s))
-    return s.base.model_copy(
-        update={
-            "distributed_type": DistributedType.FSDP,
-            "mixed_precision": s.answers.get("mixed_precision", s.base.mixed_precision),
-            "num_machines": s.machines,
-            "num_processes": s.world_size,
-            "fsdp": fsdp,
-        }
+    return s.base.changed(
+        distributed_type=DistributedType.FSDP,
+        mixed_precision=s.answers.get("mixed_precision", s.base.mixed_precision),
+        num_machines=s.machines,
+        num_processes=s.world_size,
+        fsdp={"offload_params": False, "reshard_after_forward": None, **_wrapping(s)},
     )
 
 

@@ -165,5 +165,5 @@ def units_note(s: Situation, value: Any) -> str:
     """The number of units for a minimum size."""
     if s.model is None:
         return ""
-    config = s.base.fsdp.model_copy(update={"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": int(value)})
+    config = s.base.fsdp.changed(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=int(value))
     return f"gives {len(select_units(s.model.tree, config)) + 1} units"
