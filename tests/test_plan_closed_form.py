@@ -24,8 +24,9 @@ from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan import activations
 from shardkit.plan.averages import Ema
-from shardkit.plan.closed_form import Estimate, Memory, estimate
+from shardkit.plan.closed_form import Estimate, estimate
 from shardkit.plan.optimizers import state_bytes
+from shardkit.plan.rank_memory import Memory
 
 GIB = 2**30
 

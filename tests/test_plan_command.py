@@ -22,8 +22,8 @@ from shardkit.plan import devices, measured, optimizers, plot, roofline
 from shardkit.plan.activations import Loss
 from shardkit.plan.answer import Answer, PlanRequest, possible_strategies, row, to_json
 from shardkit.plan.answering import SimulationOptions, answer
-from shardkit.plan.closed_form import CATEGORIES, Memory, Moment, RankMemory
 from shardkit.plan.notes import check_seq_len
+from shardkit.plan.rank_memory import CATEGORIES, Memory, Moment, RankMemory
 from shardkit.plan.report import render
 from shardkit.plan.request import build, configuration
 from shardkit.plan.search import Question, find

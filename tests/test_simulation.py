@@ -24,10 +24,10 @@ from shardkit.optim import division
 from shardkit.plan import batches, fake_world, measured, repeats, simulated_optimizers, worker
 from shardkit.plan.answer import PlanRequest, row
 from shardkit.plan.averages import Ema
-from shardkit.plan.closed_form import Memory, Moment, RankMemory
 from shardkit.plan.devices import DEVICES
 from shardkit.plan.memory_tracker import MemoryTracker
 from shardkit.plan.optimizers import check
+from shardkit.plan.rank_memory import Memory, Moment, RankMemory
 from shardkit.plan.simulation import _simulation, simulate
 from shardkit.plan.training_step import tracked_forward
 from shardkit.sharding.fsdp.shard_model import can_reduce_unused

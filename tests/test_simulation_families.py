@@ -16,9 +16,9 @@ from shardkit.model.live import tree_of
 from shardkit.model.sources import describe
 from shardkit.plan import activations, worker
 from shardkit.plan.answer import PlanRequest, row
-from shardkit.plan.closed_form import Memory
 from shardkit.plan.devices import DEVICES
 from shardkit.plan.notes import frozen_above
+from shardkit.plan.rank_memory import Memory
 from shardkit.plan.simulation import _simulation, simulate
 
 MIB = 2**20

@@ -11,8 +11,9 @@ from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.model.describe import ModelDescription
 from shardkit.plan.activations import Loss
 from shardkit.plan.averages import Ema
-from shardkit.plan.closed_form import Estimate, RankMemory, estimate
+from shardkit.plan.closed_form import Estimate, estimate
 from shardkit.plan.devices import Device
+from shardkit.plan.rank_memory import RankMemory
 from shardkit.plan.roofline import LINK_EFFICIENCY, StepTime, step_time
 from shardkit.plan.whole_run import RunEstimate, WholeRun, run_estimate
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardkit.plan.allocator import Event
-from shardkit.plan.closed_form import CATEGORIES, Memory, Moment
+from shardkit.plan.rank_memory import CATEGORIES, Memory, Moment
 
 _GATHERED = ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "c10d::_allgather_base_")
 # A random number that decides what runs is 0.5, by which random layer dropping (LayerDrop, stochastic depth) drops

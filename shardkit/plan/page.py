@@ -4,8 +4,8 @@ from dataclasses import replace
 from html import escape
 
 from shardkit.plan.answer import Answer, Row, yes_no
-from shardkit.plan.closed_form import CATEGORIES
 from shardkit.plan.plot import NAMES, svg
+from shardkit.plan.rank_memory import CATEGORIES
 from shardkit.plan.report import render
 from shardkit.sizes import in_words
 

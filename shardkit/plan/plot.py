@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 
 from shardkit.plan.answer import Answer, Row
-from shardkit.plan.closed_form import CATEGORIES
+from shardkit.plan.rank_memory import CATEGORIES
 from shardkit.sizes import UNITS, in_words
 
 NAMES = {

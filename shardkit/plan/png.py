@@ -5,7 +5,6 @@ from textwrap import wrap
 from typing import Any
 
 from shardkit.plan.answer import Answer
-from shardkit.plan.closed_form import CATEGORIES
 from shardkit.plan.plot import (
     COLOURS,
     NAMES,
@@ -17,6 +16,7 @@ from shardkit.plan.plot import (
     ticks,
     title,
 )
+from shardkit.plan.rank_memory import CATEGORIES
 from shardkit.sizes import in_words
 
 _HATCHES = ["", "--", "||", "//", "\\\\", "++"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardkit.digits import number_in
 from shardkit.model.tree import ModuleNode
-from shardkit.plan.closed_form import CATEGORIES, Memory, Moment
+from shardkit.plan.rank_memory import CATEGORIES, Memory, Moment
 
 KEPT, MORE = 4, 5  # the two blocks at each end differ from those between
 _MOST_RUNS = 4

@@ -9,7 +9,8 @@ from shardkit.plan import whole_run
 from shardkit.plan.activations import LOSS_TEXTS
 from shardkit.plan.answer import Answer, PlanRequest, Row, retries, yes_no
 from shardkit.plan.averages import Ema
-from shardkit.plan.closed_form import CATEGORIES, keeps_on_host
+from shardkit.plan.closed_form import keeps_on_host
+from shardkit.plan.rank_memory import CATEGORIES
 from shardkit.plan.roofline import COMPILE_SPEEDUP, LINK_EFFICIENCY
 from shardkit.sizes import GIB, MIB
 from shardkit.wording import count_text

@@ -8,7 +8,7 @@ from enum import Enum
 from shardkit.config.meaning import with_strategy
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.plan.answer import PlanRequest, Row, SearchResult, configured_strategy, possible_strategies, row
-from shardkit.plan.closed_form import Memory
+from shardkit.plan.rank_memory import Memory
 from shardkit.plan.suggest import suggest_from
 from shardkit.sizes import GIB
 from shardkit.wording import counted

@@ -17,7 +17,8 @@ from shardkit.model import child
 from shardkit.model.sources import kind_of
 from shardkit.plan import repeats
 from shardkit.plan.answer import PlanRequest, Row, fits, row
-from shardkit.plan.closed_form import Memory, Moment, RankMemory, never_offloaded, offload
+from shardkit.plan.closed_form import never_offloaded, offload
+from shardkit.plan.rank_memory import Memory, Moment, RankMemory
 from shardkit.plan.unit_sizes import layout
 
 # Up to this many blocks, simulating all of them takes about as long as starting the child process. All are run then,

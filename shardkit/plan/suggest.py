@@ -8,8 +8,8 @@ from shardkit.config.schema import DistributedType, ShardingStrategy, WrapPolicy
 from shardkit.errors import ShardkitError
 from shardkit.plan.activations import Loss
 from shardkit.plan.answer import USUAL_TOKENS, Change, PlanRequest, Row, configured_strategy, possible_strategies, row
-from shardkit.plan.closed_form import RankMemory
 from shardkit.plan.devices import SPARE, Device
+from shardkit.plan.rank_memory import RankMemory
 from shardkit.plan.traffic import Traffic
 
 RULE = f"least traffic over the slowest link among those that fit with {SPARE:.0%} to spare"

@@ -31,8 +31,8 @@ from shardkit.optim.stepping import needs_whole_tensors
 from shardkit.plan import batches, fake_world, repeats, simulated_optimizers
 from shardkit.plan.allocator import replay, two_steps
 from shardkit.plan.averages import Ema
-from shardkit.plan.closed_form import Moment
 from shardkit.plan.memory_tracker import MemoryTracker
+from shardkit.plan.rank_memory import Moment
 from shardkit.plan.training_step import tracked_forward, tracked_step
 from shardkit.plan.unit_sizes import optimizers_of
 
