@@ -142,9 +142,9 @@ class Answer:
 def row(request: PlanRequest, strategy: ShardingStrategy | None = None) -> Row:
     """One strategy's row; None: the configured strategy."""
     config = request.config if strategy is None else with_strategy(request.config, strategy)
-    facts = request.description.facts
+    tree, facts = request.description.tree, request.description.facts
     found = estimate(
-        request.description.tree,
+        tree,
         config,
         world_size=request.world_size,
         ranks_per_machine=request.ranks_per_machine,
@@ -156,16 +156,7 @@ def row(request: PlanRequest, strategy: ShardingStrategy | None = None) -> Row:
         loss=request.loss,
         ema=request.ema,
     )
-    time = step_time(
-        request.description.tree,
-        facts,
-        config,
-        found.traffic,
-        found.step_flops,
-        request.device,
-        request.batch_size,
-        request.sequence_tokens,
-    )
+    time = step_time(tree, facts, found, request.device, request.batch_size, request.sequence_tokens)
     run = None if request.run is None or time is None else run_estimate(request.run, time, request.world_size)
     return Row(config.fsdp.sharding_strategy, found, fits(request.device, found.memory), time, run=run)
 

@@ -153,23 +153,21 @@ def offload(timeline: tuple[Moment, ...], stays: Memory, in_step: int) -> tuple[
 
 def _persistent(plan: ShardedSizes) -> Memory:
     """Memory alive during the whole step: shards of parameters and their averages, buffers, optimizer state."""
-    everything = [*plan.units, plan.root, plan.replicated]
+    of_units = sum(unit.parameter_bytes + unit.average_bytes for unit in plan.everything)
     return Memory(
-        parameters=sum(unit.parameter_bytes + unit.average_bytes for unit in everything)
-        + plan.buffer_bytes
-        + plan.averaged_buffer_bytes,
-        optimizer_state=sum(unit.optimizer_bytes for unit in everything),
+        parameters=of_units + plan.buffer_bytes + plan.averaged_buffer_bytes,
+        optimizer_state=sum(unit.optimizer_bytes for unit in plan.everything),
     )
 
 
 def _all_gradients(plan: ShardedSizes) -> int:
-    return sum(unit.gradient_bytes for unit in [*plan.units, plan.root, plan.replicated])
+    return sum(unit.gradient_bytes for unit in plan.everything)
 
 
 def _in_step(plan: ShardedSizes, kept: Activations) -> Memory:
     """Memory in the optimizer's step, through which a script holds the model's output."""
     base = _persistent(plan)
-    made = plan.in_step.made + sum(unit.step_bytes for unit in [*plan.units, plan.root, plan.replicated])
+    made = plan.in_step.made + sum(unit.step_bytes for unit in plan.everything)
     state = base.optimizer_state + made
     return replace(base, gradients=_all_gradients(plan), optimizer_state=state, activations=kept.output_bytes)
 

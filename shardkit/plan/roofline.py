@@ -9,6 +9,7 @@ from shardkit.config.schema import Config
 from shardkit.model.blocks import repeated_classes
 from shardkit.model.describe import TransformerFacts
 from shardkit.model.tree import ModuleNode, Parameter
+from shardkit.plan.closed_form import Estimate
 from shardkit.plan.devices import (
     PUBLISHED_NUMEL,
     PUBLISHED_RANKS,
@@ -17,7 +18,6 @@ from shardkit.plan.devices import (
     Device,
     Efficiency,
 )
-from shardkit.plan.traffic import Traffic
 from shardkit.plan.unit_sizes import compute_dtype
 from shardkit.wording import count_text
 
@@ -82,14 +82,13 @@ class StepTime:
 def step_time(
     tree: ModuleNode,
     facts: TransformerFacts | None,
-    config: Config,
-    traffic: Traffic,
-    step_flops: int,
+    estimated: Estimate,
     device: Device,
     batch_size: int | None,
     seq_len: int | None,
 ) -> StepTime | None:
-    """One rank's step time, or None if FLOPs or the device's speed are unknown. `step_flops`: of the optimizer."""
+    """One rank's step time, or None if FLOPs or the device's speed are unknown."""
+    config, traffic = estimated.config, estimated.traffic
     compute = compute_dtype(tree, config)
     peak = device.flops.get(compute)
     if facts is None or not batch_size or not seq_len or not peak or why_unknown(tree, facts):
@@ -101,7 +100,7 @@ def step_time(
     tokens = batch_size * seq_len * config.shardkit.gradient_accumulation_steps
     work = work_per_token(tree, facts, seq_len)
     recomputes = config.fsdp.activation_checkpointing
-    flops = tokens * (work.useful + recomputed_part(config) * work.forward) + step_flops
+    flops = tokens * (work.useful + recomputed_part(config) * work.forward) + estimated.step_flops
     efficiency = device.efficiency(compute, recomputes)
     best = efficiency.high * (COMPILE_SPEEDUP if config.shardkit.compile else 1.0)
     if (kind := eight_bits(config)) and device.multiplies_in(kind) is not False:

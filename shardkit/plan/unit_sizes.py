@@ -90,6 +90,11 @@ class ShardedSizes:
     in_step: InStep = field(default_factory=InStep)
     whole_state_bytes: int = 0
 
+    @property
+    def everything(self) -> tuple[UnitSizes, ...]:
+        """The units, the root, and what is replicated."""
+        return (*self.units, self.root, self.replicated)
+
 
 def axes(config: Config, world_size: int, ranks_per_machine: int) -> Axes:
     """Mode and mesh of a configuration for the world size. Raises ConfigError if a given mesh does not fit."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,46 +90,46 @@ def main() -> None:
 
 def simulated(job: Job, config: Config) -> tuple[Step, str | None]:
     """The step of the whole model, and a note if it could not be shortened."""
-    every = config.shardkit.recompute_every if config.fsdp.activation_checkpointing else 1
-    if job.is_exact or every > 1:  # blocks with different settings do not repeat
+    has_equal_settings = not config.fsdp.activation_checkpointing or config.shardkit.recompute_every == 1
+    tree = _tree(job) if has_equal_settings and not job.is_exact else None
+    runs = [] if tree is None else repeats.runs_of(tree)
+    if tree is None or not runs:
         return _step(job, config, [], []), None
-    tree = _tree(job)
-    runs = repeats.runs_of(tree)
-    if not runs:
-        return _step(job, config, [], []), None
-    base = [repeats.KEPT] * len(runs)
-    lengths = [base, *([repeats.MORE if i == n else repeats.KEPT for i in range(len(runs))] for n in range(len(runs)))]
-    moments, reason = None, "the model does not run with fewer"
     try:
-        if not all(_is_cut_alike(job, config, tree, runs, kept) for kept in lengths):
-            reason = "fewer layers would be divided into other units"
-        elif not _is_computed_alike(job, config, runs, lengths):
-            reason = "equal layers do not all add the same memory"
-        else:
-            short = _step(job, config, runs, base)
-            if short.is_stepped_in_chunks:
-                reason = "the optimizer needs whole tensors, of which it gathers some at a time"
-            else:
-                longer = [_step(job, config, runs, kept) for kept in lengths[1:]]
-                moments = repeats.whole_step(runs, short.moments, [step.moments for step in longer])
+        found = _extrapolated(job, config, tree, runs)
     except Exception:  # the model counts its blocks, or names them; an error of another cause comes again below
         gc.collect()
+        found = _DOES_NOT_RUN
+    if isinstance(found, Step):
+        return found, None
+    return _step(job, config, [], []), f"Every layer was simulated: {found}."
+
+
+_DOES_NOT_RUN = "the model does not run with fewer"
+
+
+def _extrapolated(job: Job, config: Config, tree: ModuleNode, runs: list[repeats.RepeatedBlocks]) -> Step | str:
+    """The step of the whole model, from steps with a few blocks of each run; or why these do not tell it."""
+    base = [repeats.KEPT] * len(runs)
+    lengths = [base, *([repeats.MORE if i == n else repeats.KEPT for i in range(len(runs))] for n in range(len(runs)))]
+    if not all(_is_cut_alike(job, config, tree, runs, kept) for kept in lengths):
+        return "fewer layers would be divided into other units"
+    if not _is_computed_alike(job, config, runs, lengths):
+        return "equal layers do not all add the same memory"
+    short = _step(job, config, runs, base)
+    if short.is_stepped_in_chunks:
+        return "the optimizer needs whole tensors, of which it gathers some at a time"
+    longer = [_step(job, config, runs, kept) for kept in lengths[1:]]
+    moments = repeats.whole_step(runs, short.moments, [step.moments for step in longer])
     if moments is None:
-        return _step(job, config, [], []), f"Every layer was simulated: {reason}."
-    host_bytes = short.host_bytes + sum(
-        (step.host_bytes - short.host_bytes) * (run.length - repeats.KEPT)
-        for run, step in zip(runs, longer, strict=True)
-    )
-    return Step(moments, _grown_payload(runs, short, longer), short.unused, host_bytes=host_bytes), None
-
-
-def _grown_payload(runs: list[repeats.RepeatedBlocks], short: Step, longer: list[Step]) -> dict[str, int]:
-    payload = dict(short.payload_bytes)
+        return _DOES_NOT_RUN
+    payload, host_bytes = Counter(short.payload_bytes), short.host_bytes
     for run, step in zip(runs, longer, strict=True):
+        left_out = run.length - repeats.KEPT
+        host_bytes += (step.host_bytes - short.host_bytes) * left_out
         for kind, size in step.payload_bytes.items():
-            each = size - short.payload_bytes.get(kind, 0)
-            payload[kind] = payload.get(kind, 0) + each * (run.length - repeats.KEPT)
-    return payload
+            payload[kind] += (size - short.payload_bytes.get(kind, 0)) * left_out
+    return Step(moments, dict(payload), short.unused, host_bytes=host_bytes)
 
 
 def _tree(job: Job) -> ModuleNode:
