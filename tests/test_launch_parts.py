@@ -37,7 +37,7 @@ from shardkit.launch import (
     stacks,
 )
 from shardkit.launch.diagnosis import RankOutcome
-from shardkit.launch.hangs import Rank, Seen, Verdict, is_due, judge, render, rows_of, stands_still, warning
+from shardkit.launch.hangs import Rank, Seen, Verdict, is_due, judge, render, rows_of, stands_still, warning_of_slow
 from shardkit.launch.output import Lines, Output
 from shardkit.launch.preflight import Machine
 from shardkit.launch.rank_files import ProgressWriter, RankError, RankProgress
@@ -1033,7 +1033,7 @@ def test_a_rank_that_asks_its_device_for_a_value_may_wait_for_its_peers(tmp_path
     backward = stack.format("/lib/torch/autograd/graph.py", 841, train)  # its kernels fill the device's queue
     assert stacks.parse(backward).is_at_device_wait and stacks.parse(backward).is_in_backward
     ranks = {0: rank(0, 10.0), 1: rank(1, 12.0)}
-    said = warning(ranks, {0: DEVICE, 1: WORKS}, 5.0)
+    said = warning_of_slow(ranks, {0: DEVICE, 1: WORKS}, 5.0)
     assert "  Rank 0 waits for its device; the run is ended after 15 s without progress." in said
     table = render(rows_of(ranks, {0: DEVICE, 1: WORKS}, 20.0), 5.0, "logs")
     assert "at train.py:7, waiting for its device" in table
@@ -1042,12 +1042,12 @@ def test_a_rank_that_asks_its_device_for_a_value_may_wait_for_its_peers(tmp_path
 
 def test_what_is_said_of_slow_ranks():
     ranks = {0: rank(0, 10.0), 1: rank(1, 12.0)}
-    said = warning(ranks, {0: WAITS, 1: WORKS}, 5.0).splitlines()
+    said = warning_of_slow(ranks, {0: WAITS, 1: WORKS}, 5.0).splitlines()
     assert said[0] == "launch: no progress for 5 s, but rank 1 is at work at train.py:2. The run continues."
     assert said[1].startswith("  Rank 0 waits for its peers in a collective; the run is ended after 15 s without")
     assert "accelerator.pause()" in said[2]
     ranks[2] = rank(2, 11.0)
-    said = warning(ranks, {0: WAITS, 1: WORKS, 2: WAITS}, 5.0).splitlines()
+    said = warning_of_slow(ranks, {0: WAITS, 1: WORKS, 2: WAITS}, 5.0).splitlines()
     assert said[1].startswith("  Ranks 0, 2 wait for their peers in a collective; the run is ended after")
 
 
@@ -1122,7 +1122,7 @@ def test_where_all_ranks_of_a_machine_wait_another_one_is_judged_first():
     seen = {0: WAITS, 1: WAITS}
     assert judge(ranks, seen, 5.0, 20.0, has_others=True) is Verdict.SLOW
     assert judge(ranks, seen, 5.0, 28.0, has_others=True) is Verdict.HANG
-    assert "ranks of another machine may be at work" in warning(ranks, seen, 5.0)
+    assert "ranks of another machine may be at work" in warning_of_slow(ranks, seen, 5.0)
 
 
 # restarts

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardkit import env, open_files
+from shardkit import env, errors, open_files
 from shardkit.config import files
 from shardkit.errors import EXIT_PREEMPTED, HangError, MachineError, Preempted, RankFailure, ShardkitError
 from shardkit.launch import diagnosis, folders, hangs, names, rank_files, signals, start_methods
@@ -41,6 +41,11 @@ FILES_OF_A_RANK = 5
 
 OF_DEVICES = {"CUDA_VISIBLE_DEVICES"}
 """Variables of a launch that hold for another launch in one of its ranks, too: it has no more devices."""
+
+# What these say is all there is to know; their tracebacks are in the logs.
+_SHOWN_WITHOUT_TRACEBACK = {"SystemExit", "KeyboardInterrupt"} | {
+    name for name, value in vars(errors).items() if isinstance(value, type)
+}
 
 
 @dataclass(frozen=True)
@@ -182,13 +187,10 @@ def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path) -> dict[str, st
 
     Ranks read it in the launch's own folder: another launch may use the same log folder, with other settings.
     """
-    name, text = (
-        "config.yaml" if spec.machine_rank == 0 else f"config-{spec.machine_rank}.yaml",
-        files.dump(spec.config),
-    )
+    name = "config.yaml" if spec.machine_rank == 0 else f"config-{spec.machine_rank}.yaml"
+    path, text = folder / name, files.dump(spec.config)
     with folders.writable(log_dir):
         folders.write(log_dir / name, text)
-    path = folder / name
     folders.write(path, text)
     folders.write(path.with_suffix(".chosen.json"), json.dumps(spec.chosen))  # for the table at the start
     return {
@@ -249,11 +251,11 @@ def text_of_loss(machines: "Meeting", lost: list[int]) -> str:
 
 
 def report_of(
-    monitor: Monitor, ended: "EndedRanks", errors: dict[int, rank_files.RankError], started_s: float, logs: str
+    monitor: Monitor, ended: "EndedRanks", rank_errors: dict[int, rank_files.RankError], started_s: float, logs: str
 ) -> dict[str, Any]:
     """This machine's report on its ranks. Times are seconds since the common start."""
     return {
-        "outcomes": [asdict(shifted(outcome, -started_s)) for outcome in outcomes_of(monitor, ended, errors)],
+        "outcomes": [asdict(shifted(outcome, -started_s)) for outcome in outcomes_of(monitor, ended, rank_errors)],
         "committed_step": newest_step(monitor),
         "is_hung": monitor.is_hung,
         "rows": [asdict(shifted_row(row, -started_s)) for row in monitor.rows or ()],
@@ -283,15 +285,15 @@ def together(reports: dict[int, dict[str, Any]], machines: "Meeting", started_s:
             error = rank_files.RankError(**fields["error"]) if fields["error"] else None
             outcomes.append(shifted(RankOutcome(**{**fields, "error": error}), started_s))
             logs[fields["rank"]] = where
+    is_hung = any(report["is_hung"] for report in reports.values())
+    rows = [HangRow(**row) for report in reports.values() for row in report["rows"] if is_hung]
     return LaunchAttempt(
         tuple(outcomes),
         started_s,
-        max(report["committed_step"] for report in reports.values()),
-        logs,
-        tuple(shifted_row(HangRow(**row), started_s) for report in reports.values() for row in report["rows"])
-        if any(report["is_hung"] for report in reports.values())
-        else (),
-        {machine: report["stop"] for machine, report in reports.items() if report["stop"]},
+        committed_step=max(report["committed_step"] for report in reports.values()),
+        logs=logs,
+        hang=tuple(shifted_row(row, started_s) for row in rows),
+        stops={machine: report["stop"] for machine, report in reports.items() if report["stop"]},
     )
 
 
@@ -331,7 +333,7 @@ def signals_to(monitor: Monitor) -> Iterator[None]:
 
 
 def outcomes_of(
-    monitor: Monitor, ended: "EndedRanks", errors: dict[int, rank_files.RankError]
+    monitor: Monitor, ended: "EndedRanks", rank_errors: dict[int, rank_files.RankError]
 ) -> tuple[RankOutcome, ...]:
     """The outcome of each rank of this machine, from its exit code, the monitor and its own error report."""
     outcomes = []
@@ -345,7 +347,7 @@ def outcomes_of(
                 pid=last.pid,
                 exit_code=code,
                 ended_s=known.ended_s if known else None,
-                error=errors.get(rank),
+                error=rank_errors.get(rank),
                 was_killed=last.pid in monitor.killed or was_stopped,
                 phase=last.phase,
                 step=last.step,
@@ -385,9 +387,3 @@ def _duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} m"
     return f"{minutes} m {rest:02d} s" if minutes else f"{seconds:.1f} s"
-
-
-# What these say is all there is to know; their tracebacks are in the logs.
-_SHOWN_WITHOUT_TRACEBACK = {"SystemExit", "KeyboardInterrupt"} | {
-    name for name, value in vars(sys.modules["shardkit.errors"]).items() if isinstance(value, type)
-}

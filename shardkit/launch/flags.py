@@ -10,11 +10,12 @@ from typing import Any
 from shardkit.config import document, hardware, host_port
 from shardkit.config.layers import FlagValue, clashes
 from shardkit.config.scheduler import machine_range
+from shardkit.config.schema import ShardingStrategy
 from shardkit.digits import number_in
 from shardkit.errors import ConfigError, UsageError
 from shardkit.problems import Problems
 
-STRATEGIES = ("hybrid_shard_zero2", "hybrid_shard", "full_shard", "shard_grad_op", "no_shard")  # longest first
+_STRATEGIES = [strategy.value.lower() for strategy in ShardingStrategy]
 
 
 def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[str]:
@@ -188,7 +189,7 @@ def fsdp_settings(text: str) -> dict[str, str]:
     if left:
         raise UsageError(
             f"--fsdp: is not a strategy and options (got {text!r}, of which {left!r} is unknown); "
-            f"use {', '.join(reversed(STRATEGIES))}, with auto_wrap, offload."
+            f"use {', '.join(_STRATEGIES)}, with auto_wrap, offload."
         )
     return _given_by("--fsdp", found)
 
@@ -383,7 +384,8 @@ KEYS = {
 fsdp_config."""
 
 _PARTS: dict[str, dict[str, str]] = {
-    **{name: {"fsdp_config.fsdp_sharding_strategy": name.upper()} for name in STRATEGIES},
+    # From the last on, so that hybrid_shard is not found in hybrid_shard_zero2.
+    **{name: {"fsdp_config.fsdp_sharding_strategy": name.upper()} for name in reversed(_STRATEGIES)},
     "auto_wrap": {"fsdp_config.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
     "offload": {"fsdp_config.fsdp_offload_params": "true"},
 }

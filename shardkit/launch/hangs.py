@@ -5,7 +5,7 @@ progress and a rank waits for its peers in a collective, or no rank uses any CPU
 """
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -177,7 +177,7 @@ def _on_unlike_calls(rows: Sequence[HangRow]) -> list[str]:
     return lines
 
 
-def notice(rows: Sequence[HangRow], timeout_s: float) -> str:
+def notice_of_standstill(rows: Sequence[HangRow], timeout_s: float) -> str:
     """What is told of ranks that stand still, long before the run is ended."""
     lines = [f"launch: for {NOTICE_S:g} s no rank has made progress or used CPU time", *(row.text for row in rows)]
     lines += _on_unlike_calls(rows)
@@ -201,31 +201,36 @@ def _row(number: int, rank: Rank, seen: Mapping[int, Seen], now: float) -> str:
     return f"  rank {number}  step {progress.step}  {progress.phase}  for {now - progress.since_s:.0f} s{text}"
 
 
-def warning(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], timeout_s: float) -> str:
+def warning_of_slow(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], timeout_s: float) -> str:
     """The warning about ranks that make no progress but are not ended."""
-    at_work = [number for number, one in sorted(seen.items()) if one.works and not one.may_wait]
-    if not at_work and len(seen) == len(ranks) and all(one.may_wait for one in seen.values()):
-        who = "ranks of another machine may be at work"
-    elif not at_work:
-        who = "no rank uses any CPU time"
-    else:
-        at_lines = {number: where(seen, number) for number in at_work}
-        who = first_few((f"rank {number} is at work{f' at {at}' if at else ''}" for number, at in at_lines.items()), 4)
-    lines = [f"launch: no progress for {timeout_s:g} s, but {who}. The run continues."]
     has_posted = any(rank.has_posted for rank in ranks.values())
     limit = f"; the run is ended after {PATIENCE * timeout_s:g} s without progress" if has_posted else ""
-    for_peers = [number for number, one in sorted(seen.items()) if one.waits]
-    for_device = [number for number, one in sorted(seen.items()) if one.may_wait and not one.waits]
-    for numbers, one_waits, all_wait in (
-        (for_peers, "waits for its peers in a collective", "wait for their peers in a collective"),
-        (for_device, "waits for its device", "wait for their devices"),
-    ):
-        if numbers:
-            waits = one_waits if len(numbers) == 1 else all_wait
-            lines.append(f"  {ranks_text(numbers).capitalize()} {waits}{limit}.")
+    lines = [f"launch: no progress for {timeout_s:g} s, but {_who_may_work(ranks, seen)}. The run continues."]
+    lines += [f"  {text}{limit}." for text in _who_waits(seen)]
     if has_posted:
         lines.append("  In long work call accelerator.progress() regularly, or wrap it in `with accelerator.pause():`.")
     return "\n".join(lines)
+
+
+def _who_may_work(ranks: Mapping[int, Rank], seen: Mapping[int, Seen]) -> str:
+    at_work = {number: where(seen, number) for number, one in sorted(seen.items()) if one.works and not one.may_wait}
+    if at_work:
+        return first_few((f"rank {number} is at work{f' at {at}' if at else ''}" for number, at in at_work.items()), 4)
+    if len(seen) == len(ranks) and all(one.may_wait for one in seen.values()):
+        return "ranks of another machine may be at work"
+    return "no rank uses any CPU time"
+
+
+def _who_waits(seen: Mapping[int, Seen]) -> Iterator[str]:
+    """A sentence on the ranks that wait for their peers, and one on those that wait for their devices."""
+    for_peers = [number for number, one in sorted(seen.items()) if one.waits]
+    for_device = [number for number, one in sorted(seen.items()) if one.may_wait and not one.waits]
+    if for_peers:
+        waits = "waits for its peers" if len(for_peers) == 1 else "wait for their peers"
+        yield f"{ranks_text(for_peers).capitalize()} {waits} in a collective"
+    if for_device:
+        waits = "waits for its device" if len(for_device) == 1 else "wait for their devices"
+        yield f"{ranks_text(for_device).capitalize()} {waits}"
 
 
 def where(seen: Mapping[int, Seen], number: int) -> str:

@@ -235,7 +235,7 @@ class Monitor:
         self._look()
         if self.stop is None and all(rank.runs for rank in running.values()) and hangs.stands_still(seen.values()):
             self._noticed_s = last
-            self._say(hangs.notice(hangs.rows_of(self.ranks, seen, now), self.hang_timeout_s))
+            self._say(hangs.notice_of_standstill(hangs.rows_of(self.ranks, seen, now), self.hang_timeout_s))
 
     def _are_idle(self, ranks: dict[int, Rank]) -> bool:
         """Whether none of them uses CPU time within a second; False where it is unknown."""
@@ -306,7 +306,7 @@ class Monitor:
         lines = {(number, hangs.where(seen, number)) for number in seen}
         if not lines <= self._warned:
             self._warned |= lines
-            self._say(hangs.warning(running, seen, self.hang_timeout_s))
+            self._say(hangs.warning_of_slow(running, seen, self.hang_timeout_s))
 
     def _stacks(self, ranks: dict[int, Rank]) -> dict[int, Stack]:
         """The current stacks of the ranks that can write them."""

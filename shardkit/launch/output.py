@@ -201,7 +201,7 @@ class Output:
 
     def _print_part(self, stream: _Stream, text: str) -> None:
         """Print the beginning of an incomplete line. The rest is appended later, unless another rank prints first."""
-        if self._shown is not None and stream.rank not in self._shown:
+        if not self._is_shown(stream.rank):
             return
         if stream is self._asking:
             self._write(stream.screen, text.removeprefix(stream.shown))
@@ -214,7 +214,7 @@ class Output:
         line = stream.lines.unfinished()
         if line is None or line[1] or line[0] == stream.shown or time.monotonic() - stream.read_s < QUIET_S:
             return
-        if self._shown is not None and stream.rank not in self._shown:
+        if not self._is_shown(stream.rank):
             return
         if stream is self._asking and line[0].startswith(stream.shown):
             self._write(stream.screen, line[0][len(stream.shown) :])
@@ -231,8 +231,11 @@ class Output:
         stream.bar_shown_s = now
         self._print(stream.screen, 0, line[0], end="\r" if is_terminal else "\n")
 
+    def _is_shown(self, rank: int) -> bool:
+        return self._shown is None or rank in self._shown
+
     def _print(self, screen: TextIO, rank: int, text: str, end: str = "\n") -> None:
-        if self._shown is not None and rank not in self._shown:
+        if not self._is_shown(rank):
             return
         self._end_incomplete_line()
         prefix = f"[{rank:>{self._width}}] " if self._has_prefix else ""

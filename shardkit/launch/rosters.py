@@ -140,11 +140,11 @@ class RosterServer:
     def close(self) -> None:
         """Close after the other machines have read the last decision and left, or after a few seconds."""
         until = time.monotonic() + GOODBYE_S
-        while len(self.members_or_none()) > 1 and time.monotonic() < until:
+        while len(self._members_unless_failed()) > 1 and time.monotonic() < until:
             time.sleep(POLL_S)
         self._thread.close()
 
-    def members_or_none(self) -> list[Member]:
+    def _members_unless_failed(self) -> list[Member]:
         """As `members`; empty if the thread has failed."""
         with contextlib.suppress(MachineError):
             return self.members()
