@@ -200,42 +200,74 @@ def unknown_setting(name: str, path: Path | None) -> str:
     return f"unknown setting (got {name}); {suggestion_for_dotted(name)}"
 
 
-def _read_block(layer: Layer, block: yaml.MappingNode, section: Path, name: str) -> None:
-    inner_names = names_in(section)
+@dataclass(frozen=True)
+class _Written:
+    """A key of a file with its value, and the block that it is in."""
+
+    section: Path
+    key: str
+    key_node: yaml.Node
+    node: yaml.Node
+    file: str
+
+    @property
+    def name(self) -> str:
+        """As it is written, with its blocks: `fsdp_config.fsdp_version`."""
+        return ".".join([*sections().get(self.section, ()), self.key])
+
+    @property
+    def where(self) -> str:
+        """The place of the key."""
+        return str(document.place_of(self.key_node, self.file))
+
+    def entry(self, value: Any, at: yaml.Node, direct: bool) -> SettingEntry:
+        """A setting that is written here, or follows from it. `at`: the node that it comes from."""
+        origin = Origin("file", str(document.place_of(at, self.file)))
+        return SettingEntry(value, origin, self.name, self.key_node, self.node, direct)
+
+
+def _read_block(layer: Layer, block: yaml.MappingNode, section: Path, file: str) -> None:
     for key, key_node, node in document.pairs(block):
-        where = document.place_of(key_node, name)
-        written = ".".join([*sections().get(section, ()), key])
-        path = inner_names.get(key) or _outside(section, key)
-        if accelerate_keys.is_foreign(section, key):
-            _take_foreign(layer, section, key, key_node, node, name)
-        elif path is None:
-            hint = accelerate_keys.hint(section, key, name) or suggestion(key, section)
-            layer.problems.append(f"{where}: {document.shortened(written, 80)}: unknown key; {hint}")
-        elif path in sections():
-            _read_section(layer, node, path, name, written)
-        else:
-            value = document.raw(node)
-            if path == ("xla_fsdp_settings",) and isinstance(node, yaml.MappingNode):
-                try:
-                    value = document.typed(node, f"{where}: {written}")
-                except ConfigError as error:
-                    layer.problems += error.problems
-            _put(
-                layer,
-                path,
-                SettingEntry(value, _origin(node, name), written, key_node, node, key in _direct_names(path)),
-            )
+        _read_key(layer, _Written(section, key, key_node, node, file))
     if section == ():
-        layer.notes += _note_on_flat_keys(layer, name)
+        layer.notes += _note_on_flat_keys(layer)
 
 
-def _read_section(layer: Layer, node: yaml.Node, path: Path, name: str, written: str) -> None:
+def _read_key(layer: Layer, written: _Written) -> None:
+    section, key = written.section, written.key
+    path = names_in(section).get(key) or _outside(section, key)
+    if accelerate_keys.is_foreign(section, key):
+        outcome = accelerate_keys.translate(section, key, document.raw(written.node))
+        entry = written.entry(None, written.key_node, direct=False)
+        _put_translated(layer, outcome, f"{written.where}: {written.name}", entry)
+    elif path is None:
+        hint = accelerate_keys.hint(section, key, written.file) or suggestion(key, section)
+        layer.problems.append(f"{written.where}: {document.shortened(written.name, 80)}: unknown key; {hint}")
+    elif path in sections():
+        _read_section(layer, written, path)
+    else:
+        value = _value_of(layer, written, path)
+        _put(layer, path, written.entry(value, written.node, key in _direct_names(path)))
+
+
+def _read_section(layer: Layer, written: _Written, path: Path) -> None:
+    node = written.node
     if isinstance(node, yaml.MappingNode):
-        _read_block(layer, node, path, name)
+        _read_block(layer, node, path, written.file)
     elif document.raw(node) is not None:
         got = document.shortened(document.raw(node))
-        where = document.place_of(node, name)
-        layer.problems.append(f"{where}: {written}: is not a block of keys (got {got!r}); indent its keys below it.")
+        what = f"is not a block of keys (got {got!r}); indent its keys below it."
+        layer.problems.append(f"{document.place_of(node, written.file)}: {written.name}: {what}")
+
+
+def _value_of(layer: Layer, written: _Written, path: Path) -> Any:
+    """The value as text; of settings that are passed through as YAML types it, with a problem where it does not."""
+    if path == ("xla_fsdp_settings",) and isinstance(written.node, yaml.MappingNode):
+        try:
+            return document.typed(written.node, f"{written.where}: {written.name}")
+        except ConfigError as error:
+            layer.problems += error.problems
+    return document.raw(written.node)
 
 
 def _outside(section: Path, key: str) -> Path | None:
@@ -245,15 +277,6 @@ def _outside(section: Path, key: str) -> Path | None:
     if section == ("fsdp",) and (key == "xla" or key.startswith("xla_")):
         return names_in(()).get(key)
     return None
-
-
-def _take_foreign(layer: Layer, section: Path, key: str, key_node: yaml.Node, node: yaml.Node, name: str) -> None:
-    """Translates a foreign key, or adds a problem."""
-    outcome = accelerate_keys.translate(section, key, document.raw(node))
-    where = document.place_of(key_node, name)
-    written = ".".join([*sections().get(section, ()), key])
-    entry = SettingEntry(None, _origin(key_node, name), written, key_node, node, direct=False)
-    _put_translated(layer, outcome, f"{where}: {written}", entry)
 
 
 def _put_translated(layer: Layer, outcome: accelerate_keys.Translation, where: str, entry: SettingEntry) -> None:
@@ -273,7 +296,7 @@ def _put(layer: Layer, path: Path, entry: SettingEntry) -> None:
     layer.problems.append(f"{entry.origin}: {what}")
 
 
-def _note_on_flat_keys(layer: Layer, name: str) -> list[str]:
+def _note_on_flat_keys(layer: Layer) -> list[str]:
     flat = [entry for path, entry in layer.entries.items() if path[0] == "fsdp" and "." not in entry.name]
     flat = [entry for entry in flat if entry.name.startswith("fsdp_")]
     if not flat:
@@ -284,10 +307,6 @@ def _note_on_flat_keys(layer: Layer, name: str) -> list[str]:
 def _direct_names(path: Path) -> tuple[str, str]:
     key = all_keys()[path]
     return key.yaml_path[-1], key.path[-1]
-
-
-def _origin(node: yaml.Node, name: str) -> Origin:
-    return Origin("file", str(document.place_of(node, name)))
 
 
 def with_value(entry: SettingEntry, value: Any) -> SettingEntry:
