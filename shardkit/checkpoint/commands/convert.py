@@ -9,9 +9,10 @@ weights-only unpickler, or refused. The notes list what the source does not cont
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -291,23 +292,20 @@ def _captured(found: _Found, states: Sequence[Mapping[str, Any]], step: int, sou
         section = begin(section_name("model", number))
         for name, value in model.items():
             store(section, name, value)
-    encoded = [_optimizer(state, begin(section_name("optim", number)), store) for number, state in enumerate(states)]
-    section = begin("objects")
+    sections = [begin(section_name("optim", number)) for number in range(len(states))]
+    encoded = [_optimizer(state, partial(store, name), name) for state, name in zip(states, sections, strict=True)]
+    keep = partial(store, begin("objects"))
     counters = {"counters": {"step": step, "samples_seen": 0}}
-    objects = {
-        name: values.encode(value, name, lambda path, item: store(section, path, item))
-        for name, value in (counters | found.objects).items()
-    }
+    objects = {name: values.encode(value, name, keep) for name, value in (counters | found.objects).items()}
     index.sort()
     random_state.derive(0, step, 0)
     common = {"optimizers": encoded, "objects": objects, "loaders": {}, "seed": 0}
     return Captured(index, held, common, {"loaders": {}, "rng": random_state.capture(0)})
 
 
-def _optimizer(optimizer: Mapping[str, Any], section: str, store: Any) -> dict[str, Any]:
-    def keep(path: str, value: Any) -> str | None:
-        return store(section, path, value)
-
+def _optimizer(optimizer: Mapping[str, Any], keep: Callable[[str, Any], str | None], section: str) -> dict[str, Any]:
+    """What common.json has of an optimizer. `keep(path, value)` stores a tensor, and returns its name; None for other
+    values."""
     groups = []
     for number, group in enumerate(optimizer["param_groups"]):
         settings = {key: value for key, value in group.items() if key not in optimizers.RUN_SETTINGS}

@@ -3,7 +3,7 @@
 import socket
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardkit.checkpoint.files import disk, folder, manifest
 from shardkit.checkpoint.files.verify import Checkpoint, open_checkpoint
@@ -45,16 +45,25 @@ def _refuse_storage_of_one_machine(root: Path, control: ControlGroup) -> None:
         raise CheckpointError(f"{problem}.")
 
 
+class _Seen(NamedTuple):
+    """What one rank has found at its path: the digest of the manifest, or a problem and its kind."""
+
+    folder: str
+    digest: str | None = None
+    problem: str | None = None
+    kind: str | None = None
+
+
 def open_together(path: Place, control: ControlGroup) -> Checkpoint:
     """As `open_checkpoint`, on all ranks. Collective. Raises if the ranks do not read the same manifest;
     CheckpointMissing if there is nothing at the path on any rank."""
-    found, problem, seen, kind = None, None, None, None
+    found, mine = None, _Seen(str(path))
     try:
         found = open_checkpoint(path) if control.rank == 0 else Checkpoint(path, manifest.read(path))
-        seen = manifest.self_digest(path)
+        mine = mine._replace(digest=manifest.self_digest(path))
     except (CheckpointError, OSError) as error:
-        problem, kind = words(error), _kind_of(error, path)
-    trouble, kind = control.decide([problem, seen, kind, str(path)], lambda answers: _not_seen_alike(path, answers))
+        mine = mine._replace(problem=words(error), kind=_kind_of(error, path))
+    trouble, kind = control.decide([*mine], lambda answers: _not_seen_alike([_Seen(*one) for one in answers]))
     if trouble is not None:
         raise _ERRORS.get(kind, CheckpointError)(trouble)
     assert found is not None
@@ -74,20 +83,21 @@ def _kind_of(error: Exception, path: Place) -> str | None:
     return None
 
 
-def _not_seen_alike(path: Place, answers: list[list[Any]]) -> tuple[str | None, str | None]:
-    """(the error or None, its kind), from each rank's [problem, digest of the manifest, kind, folder]."""
-    kinds = {answer[2] for answer in answers}
+def _not_seen_alike(seen: list[_Seen]) -> tuple[str | None, str | None]:
+    """(the error or None, its kind), from what each rank has seen."""
+    first, path = seen[0], seen[0].folder
+    kinds = {one.kind for one in seen}
     kind = _UNREACHABLE if _UNREACHABLE in kinds else _MISSING if kinds == {_MISSING} else None
-    other = next((rank for rank, answer in enumerate(answers) if answer[3] != answers[0][3]), None)
-    if other is not None and answers[other][:2] != answers[0][:2]:
-        those = f"{path} on rank 0, {answers[other][3]} on rank {other}"
+    other = next((rank for rank, one in enumerate(seen) if one.folder != path), None)
+    if other is not None and (seen[other].problem, seen[other].digest) != (first.problem, first.digest):
+        those = f"{path} on rank 0, {seen[other].folder} on rank {other}"
         return f"checkpoint: the ranks do not load the same folder: {those}; give all ranks the same.", kind
-    if answers[0][0] is not None:
-        return f"checkpoint: {answers[0][0]}", kind
-    problems = [f"rank {rank}: {text}" for rank, (text, *_) in enumerate(answers) if text is not None]
+    if first.problem is not None:
+        return f"checkpoint: {first.problem}", kind
+    problems = [f"rank {rank}: {one.problem}" for rank, one in enumerate(seen) if one.problem is not None]
     if problems:
         text = f"checkpoint: {path}: rank 0 can read it, others cannot; use storage that all ranks share, and can read"
         return f"{text}: {'; '.join(problems[:3])}", kind
-    if len({answer[1] for answer in answers}) > 1:
+    if len({one.digest for one in seen}) > 1:
         return f"checkpoint: {path}: ranks see different checkpoints; use storage that all ranks share.", kind
     return None, None

@@ -108,13 +108,14 @@ class Opening:
 
     def prepared(self) -> PreparedSave:
         """The argument for `finish`."""
-        captured, temporary = self._captured, files_of(self.request)
-        plain = captured.index, captured.common, captured.own
+        captured = self._captured
         return PreparedSave(
             self.request,
-            *plain,
+            captured.index,
+            captured.common,
+            captured.own,
             self._pieces,
-            temporary,
+            files_of(self.request),
             self._hold,
             self._drift,
             packed=captured.packed,
@@ -136,11 +137,7 @@ class Opening:
         request, captured = self.request, self._captured
         several = self.control.world_size > 1
         return {
-            "request": {
-                "step": request.step,
-                "folder": request.where,
-                "kind": captured.index.kind,
-            },
+            "request": {"step": request.step, "folder": request.where, "kind": captured.index.kind},
             "sections": fingerprints(captured),
             "items": per_rank.of_items(captured) if several else {},
             "buffers": per_rank.of_tensors(captured.buffers) if several and request.compare_buffers else {},

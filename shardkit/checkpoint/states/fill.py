@@ -7,6 +7,7 @@ Extra memory is one buffer, regardless of the size of the tensors.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -121,14 +122,11 @@ class Saved:
                 disk.read_into(file, block, piece.stored.begin + run[0] + low, where)
                 self.work(len(block))
         elif into.ndim:
-            self._by_rows(file, where, piece.stored.begin, piece.stored, source, into)
+            self._by_rows(file, where, piece.stored, source, into)
         else:
-            one = Stored(piece.stored.dtype, (1,), piece.stored.begin, piece.stored.bytes)
-            self._by_rows(file, where, one.begin, one, Box((0,), (1,)), into.view(1))
+            self._by_rows(file, where, replace(piece.stored, shape=(1,)), Box((0,), (1,)), into.view(1))
 
-    def _by_rows(
-        self, file: disk.Source, where: str, begin: int, stored: Stored, source: Box, into: torch.Tensor
-    ) -> None:
+    def _by_rows(self, file: disk.Source, where: str, stored: Stored, source: Box, into: torch.Tensor) -> None:
         """Read whole rows of dim 0, as many as fit the buffer, and copy the requested part. Rows that are long, or of
         which a small part is requested, are read one by one in the same way."""
         row_bytes = max(1, stored.bytes // stored.shape[0])
@@ -136,16 +134,15 @@ class Saved:
         run = layout.only_run(stored.shape[1:], inner, layout.ITEM_BYTES[stored.dtype])
         is_sparse = run is not None and RUN_BYTES <= run[1] < row_bytes
         if len(stored.shape) > 1 and (is_sparse or row_bytes > disk.BLOCK_BYTES):
-            row = Stored(stored.dtype, stored.shape[1:], 0, row_bytes)
             for number in range(source.sizes[0]):
-                at = begin + (source.offsets[0] + number) * row_bytes
-                self._by_rows(file, where, at, row, inner, into[number])
+                at = stored.begin + (source.offsets[0] + number) * row_bytes
+                self._by_rows(file, where, Stored(stored.dtype, stored.shape[1:], at, row_bytes), inner, into[number])
             return
         at_once = max(1, disk.BLOCK_BYTES // row_bytes)
         for first in range(0, source.sizes[0], at_once):
             count = min(at_once, source.sizes[0] - first)
             block = self._block(stored.dtype, (count, *stored.shape[1:]), pins=not into.is_cpu)
-            at = begin + (source.offsets[0] + first) * row_bytes
+            at = stored.begin + (source.offsets[0] + first) * row_bytes
             disk.read_into(file, tensors.memory(block), at, where)
             box = Box((0, *source.offsets[1:]), (count, *source.sizes[1:]))
             wanted = tensors.narrow(block, box)

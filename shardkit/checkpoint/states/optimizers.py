@@ -9,7 +9,7 @@ and restored here.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -217,31 +217,41 @@ def _tensors_of(now: OptimizerDescription, section: str) -> dict[str, torch.Tens
     return found
 
 
+@dataclass(frozen=True)
 class _Loading:
-    """An optimizer whose state is being loaded."""
+    """An optimizer whose state is being loaded; as the arguments of `restore`."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        names: Mapping[int, str],
-        section: str,
-        state: Mapping[str, Any],
-        saved: Saved,
-        left_out: Collection[str],
-    ) -> None:
-        self.optimizer, self.section, self.state, self.saved = optimizer, section, state, saved
-        self.mine = parameters_by_name(optimizer, names, section)
-        self.members = members_of(optimizer, names)
-        self.left_out = left_out
-        self.unsaved = self.mine.keys() - {fqn for group in state["groups"] for fqn in group["params"]}
+    optimizer: Optimizer
+    names: Mapping[int, str]
+    section: str
+    state: Mapping[str, Any]
+    saved: Saved
+    left_out: Collection[str]
+
+    @cached_property
+    def mine(self) -> dict[str, torch.Tensor]:
+        """Its parameters by name."""
+        return parameters_by_name(self.optimizer, self.names, self.section)
+
+    @cached_property
+    def members(self) -> list[list[str]]:
+        return members_of(self.optimizer, self.names)
+
+    @cached_property
+    def unsaved(self) -> set[str]:
         """The parameters that the saved optimizer does not have: their state stays as it is."""
-        referenced = {*values.tensors_in(dict(state))}
-        self.bare: dict[str, list[str]] = {fqn: [] for fqn in self.mine}
+        return self.mine.keys() - {fqn for group in self.state["groups"] for fqn in group["params"]}
+
+    @cached_property
+    def bare(self) -> dict[str, list[str]]:
         """The keys of the state tensors of each parameter."""
-        for path in saved.names(section):
+        referenced = {*values.tensors_in(dict(self.state))}
+        found: dict[str, list[str]] = {fqn: [] for fqn in self.mine}
+        for path in self.saved.names(self.section):
             fqn, _, key = path.rpartition("/")
             if path not in referenced and fqn in self.mine:
-                self.bare[fqn].append(key)
+                found[fqn].append(key)
+        return found
 
     def in_place(self) -> None:
         groups = self.optimizer.param_groups
@@ -297,8 +307,8 @@ class _Loading:
         ):
             groups.append({**group, **settings, "params": [order[fqn] for fqn in those]})
             for fqn in those:
-                kept = now.rows.get(fqn, {}) if fqn in self.unsaved else None
-                rows[order[fqn]] = self._row(fqn, {}, groups[-1]) if kept is None else kept
+                is_kept = fqn in self.unsaved
+                rows[order[fqn]] = now.rows.get(fqn, {}) if is_kept else self._row(fqn, {}, groups[-1])
         rows = {number: row for number, row in rows.items() if row} | self._decoded("globals", live)
         return {"state": rows, "param_groups": groups}
 
