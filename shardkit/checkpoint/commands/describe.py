@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from shardkit.checkpoint.files.index_json import placements_of
 from shardkit.checkpoint.files.verify import Checkpoint
 
 
@@ -28,14 +29,10 @@ def facts(found: Checkpoint) -> dict[str, Any]:
 
 
 def tensors(found: Checkpoint) -> dict[str, dict[str, Any]]:
-    """Every tensor by section and name, with placements as in DTensor: S0 is sharded on dim 0, R is replicated."""
+    """Every tensor by section and name: dtype, shape and `index_json.placements_of`."""
     return {
         section: {
-            name: {
-                "dtype": entry.dtype,
-                "shape": list(entry.shape),
-                "placements": ["R" if dim is None else f"S{dim}" for dim in entry.placements],
-            }
+            name: {"dtype": entry.dtype, "shape": list(entry.shape), "placements": placements_of(entry)}
             for name, entry in entries.items()
         }
         for section, entries in found.index.sections.items()

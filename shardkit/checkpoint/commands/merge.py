@@ -4,7 +4,7 @@ Extra memory is one tensor piece. If the dtype does not change, bytes are copied
 """
 
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -86,19 +86,17 @@ def _begin(checkpoint: Checkpoint, section: str, folder: Path, target: str | Non
     entries, ties = checkpoint.index.sections[section], checkpoint.index.aliases.get(section, {})
     kinds = {name: target if target and entry.dtype in _FLOATS else entry.dtype for name, entry in entries.items()}
     shapes = {name: (kinds[name], entry.shape) for name, entry in entries.items()}
-    files = export.plan(shapes, ties, limit)
-    tag = export.free_tag(files, export.names_in(folder))
-    return export.begin(folder, export.tagged(files, tag))
+    return export.begin(folder, export.plan(shapes, ties, limit))
 
 
 def _copy(checkpoint: Checkpoint, section: str, opened: Opened, on_bytes: OnBytes) -> None:
-    record = checkpoint.manifest
-    with _Output(opened.temporary, opened.files) as output, Files(checkpoint) as files:
-        for name, file in record.files.items():
+    dtypes = {name: entry.dtype for name, entry in checkpoint.index.sections[section].items()}
+    with _Output(opened, dtypes, on_bytes) as output, Files(checkpoint) as files:
+        for name, file in checkpoint.manifest.files.items():
             if name.split("/")[0] != section:
                 continue
             for writer in sorted(file.digests):
-                hash_file(files, name, writer, lambda span: output.take(span, checkpoint, section, on_bytes))
+                hash_file(files, name, writer, output.take)
                 output.flush()
 
 
@@ -106,12 +104,14 @@ class _Output:
     """The files that are written. `take` returns memory for a piece; its contents are written at the next `take` or
     `flush`."""
 
-    def __init__(self, folder: Path, targets: list[ExportFile]) -> None:
-        self._where = {name: (file.name, place) for file in targets for name, place in file.places.items()}
-        self._files = {file.name: disk.Durable(folder / file.name) for file in targets}
+    def __init__(self, opened: Opened, dtypes: Mapping[str, str], on_bytes: OnBytes) -> None:
+        """`dtypes`: of the saved tensors, by name."""
+        self._dtypes, self._on_bytes = dtypes, on_bytes
+        self._where = {name: (file.name, place) for file in opened.files for name, place in file.places.items()}
+        self._files = {file.name: disk.Durable(opened.temporary / file.name) for file in opened.files}
         self._stack = ExitStack()
         self._memory = bytearray()
-        self._waiting: tuple[Span, str, int] | None = None
+        self._waiting: Span | None = None
 
     def __enter__(self) -> "_Output":
         with ExitStack() as stack:
@@ -123,27 +123,25 @@ class _Output:
     def __exit__(self, *exception: Any) -> None:
         self._stack.__exit__(*exception)
 
-    def take(self, span: Span, checkpoint: Checkpoint, section: str, on_bytes: OnBytes) -> memoryview | None:
+    def take(self, span: Span) -> memoryview | None:
         """Memory for a piece of a tensor; None for a header."""
         self.flush()
-        size = sum(length for _, length in span.ranges)
-        on_bytes(size)
-        if span.name is None or not size:
+        self._on_bytes(span.bytes)
+        if span.name is None or not span.bytes:
             return None
-        if len(self._memory) < size:
-            self._memory = bytearray(size)
-        self._waiting = (span, checkpoint.index.sections[section][span.name].dtype, size)
-        return memoryview(self._memory)[:size]
+        if len(self._memory) < span.bytes:
+            self._memory = bytearray(span.bytes)
+        self._waiting = span
+        return memoryview(self._memory)[: span.bytes]
 
     def flush(self) -> None:
         """Write the piece whose memory `take` returned last."""
         if self._waiting is None:
             return
-        (span, dtype, size), self._waiting = self._waiting, None
+        span, self._waiting = self._waiting, None
         assert span.name is not None and span.box is not None
-        file, place = self._where[span.name]
-        data = memoryview(self._memory)[:size]
-        done = 0
+        (file, place), dtype = self._where[span.name], self._dtypes[span.name]
+        data, done = memoryview(self._memory)[: span.bytes], 0
         for offset, length in layout.runs(place.shape, span.box, ITEM_BYTES[dtype]):
             _put(self._files[file], data[done : done + length], place, offset // ITEM_BYTES[dtype], dtype)
             done += length

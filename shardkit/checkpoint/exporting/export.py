@@ -50,13 +50,14 @@ class ExportFile:
 class Opened:
     """A running export. `temporary` holds its files, with their headers and final sizes, until `publish`.
 
-    `made`: the folders that the export created, the innermost first.
+    `tag`: the suffix of their names. `made`: the folders that the export created, the innermost first.
     """
 
     folder: Path
     temporary: Path
     stem: str
     files: list[ExportFile]
+    tag: str
     made: list[Path]
     hold: int = -1
 
@@ -158,13 +159,14 @@ def tagged(files: Iterable[ExportFile], tag: str) -> list[ExportFile]:
 
 
 def begin(folder: Path, files: list[ExportFile], stem: str = "model") -> Opened:
-    """Start an export: create its files, without tensor data, in a temporary folder. Raises CheckpointSaveError if the
-    folder cannot be used or lacks space."""
+    """Start an export: create its files, without tensor data, in a temporary folder. Several files get names that no
+    earlier export has. Raises CheckpointSaveError if the folder cannot be used or lacks space."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointSaveError(f"{folder}: is a file; give a folder.")
     _refuse_checkpoint(folder)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    opened = Opened(folder, folder / f"{TEMPORARY}{uuid.uuid4().hex[:12]}", stem, files, made)
+    tag = free_tag(files, names_in(folder))
+    opened = Opened(folder, folder / f"{TEMPORARY}{uuid.uuid4().hex[:12]}", stem, tagged(files, tag), tag, made)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         clean_debris(folder)

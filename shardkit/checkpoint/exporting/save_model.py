@@ -168,9 +168,8 @@ class _Export:
 
 def _begin(folder: Path, stem: str, files: list[ExportFile], opened: list[Opened]) -> list[str]:
     """Makes the files; returns the suffix of their names, and their temporary folder."""
-    tag = export.free_tag(files, export.names_in(folder))
-    opened.append(export.begin(folder, export.tagged(files, tag), stem))
-    return [tag, str(opened[0].temporary)]
+    opened.append(export.begin(folder, files, stem))
+    return [opened[0].tag, str(opened[0].temporary)]
 
 
 def _index(part: Part, world_size: int) -> Index:

@@ -32,8 +32,12 @@ def _mesh_to_json(mesh: Mesh) -> dict[str, Any]:
 
 
 def _entry_to_json(entry: TensorEntry) -> dict[str, Any]:
-    placements = ["R" if dim is None else f"S{dim}" for dim in entry.placements]
-    return {"dtype": entry.dtype, "shape": list(entry.shape), "mesh": entry.mesh, "placements": placements}
+    return {"dtype": entry.dtype, "shape": list(entry.shape), "mesh": entry.mesh, "placements": placements_of(entry)}
+
+
+def placements_of(entry: TensorEntry) -> list[str]:
+    """For each mesh axis, as in DTensor: S0 is sharded on dim 0, R is replicated."""
+    return ["R" if dim is None else f"S{dim}" for dim in entry.placements]
 
 
 def from_json(value: Any, where: str) -> Index:

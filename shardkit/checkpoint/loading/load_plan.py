@@ -1,5 +1,6 @@
 """Which parts of a checkpoint a load applies to the live objects, and mismatches between them. Reads only JSON."""
 
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,6 +177,7 @@ def _is_alike(index: Index, fqn: str, live: dict[str, torch.Tensor]) -> bool:
 
 
 def _plan_model(model: nn.Module, section: str, index: Index, plan: Plan) -> None:
+    """Adds which saved tensor goes into which one of a model, and what does not fit."""
     if section not in index.sections:
         plan.differences.append(_not_saved(section))
         return
@@ -184,24 +186,19 @@ def _plan_model(model: nn.Module, section: str, index: Index, plan: Plan) -> Non
     ties = state.tied_names(model, mine)
     saved = {*entries, *aliases, *plan.common["objects"].get(extra_state(section), {})}
     plan.differences += _unmatched_names(model, section, saved, [*mine, *others], ties)
-    named = {name: [name] for name in mine if name not in ties}  # all names of each tensor, by the first
     for name, first in ties.items():
-        named[first].append(name)
-        sources = aliases.get(first, first), aliases.get(name, name)
-        if {*sources} <= entries.keys() and len({*sources}) > 1:
-            plan.ties.append(Tie(section, (first, name), sources, mine[name]))
+        both = aliases.get(first, first), aliases.get(name, name)
+        if {*both} <= entries.keys() and both[0] != both[1]:
+            plan.ties.append(Tie(section, (first, name), both, mine[name]))
     custom = custom_state.CustomState(model, section, values=others)
     detached = custom_state.detached_names(model, mine)
     unlike = []
-    for name, its_names in named.items():
-        tensor = mine[name]
-        source = next((found for one in its_names if (found := aliases.get(one, one)) in entries), None)
-        if source is None:
-            continue
-        is_resized = entries[source].shape != tuple(tensor.shape) and custom_state.may_resize(model, name)
+    for name, source in _sources(mine, ties, entries, aliases).items():
+        tensor, entry = mine[name], entries[source]
+        is_resized = entry.shape != tuple(tensor.shape) and custom_state.may_resize(model, name)
         if name in detached or is_resized:
             custom.tensors[name] = (source, tensor)
-        elif difference := _mismatch(entries[source], tensor):
+        elif difference := _mismatch(entry, tensor):
             unlike.append(f"{name}: {difference}")
         elif problem := _not_ready(tensor):
             plan.problems.append(f"{section}: {name}: {problem}")
@@ -212,6 +209,17 @@ def _plan_model(model: nn.Module, section: str, index: Index, plan: Plan) -> Non
         plan.problems.append(f"{section}: {first_few(unlike, 3)}; {_OF_ANOTHER_FORM}")
     if custom.tensors or others or custom_state.is_customized(model):
         plan.custom.append(custom)
+
+
+def _sources(
+    names: Iterable[str], ties: Mapping[str, str], saved: Container[str], aliases: Mapping[str, str]
+) -> dict[str, str]:
+    """{first name of a tensor of the model: the name of the saved tensor for it}; any of its names may be saved."""
+    found: dict[str, str] = {}
+    for name in names:
+        if (source := aliases.get(name, name)) in saved:
+            found.setdefault(ties.get(name, name), source)
+    return found
 
 
 def _unmatched_names(
