@@ -18,6 +18,11 @@ class Default:
     reason: str
 
 
+def no_options(situation: Situation) -> Sequence[Option]:
+    """Of a question whose answer is typed."""
+    return ()
+
+
 @dataclass(frozen=True)
 class Question:
     """One question."""
@@ -25,8 +30,9 @@ class Question:
     key: str
     title: str
     default: Callable[[Situation], Default]
-    kind: Literal["choose", "several", "text"] = "text"
-    options: Callable[[Situation], Sequence[Option]] = lambda s: ()
+    options: Callable[[Situation], Sequence[Option]] = no_options
+    takes_several: bool = False
+    """Whether several options may be chosen, and others typed."""
     read: Callable[[Situation, str], Any] = lambda s, typed: typed
     """Converts typed text into an answer; raises ValueError with what is wrong and what to do."""
     applies: Callable[[Situation], bool] = lambda s: True
@@ -37,6 +43,10 @@ class Question:
     when: str = "always"
     help_text: str = ""
     label: str = ""
+
+    @property
+    def kind(self) -> Literal["choose", "several", "text"]:
+        return "text" if self.options is no_options else "several" if self.takes_several else "choose"
 
     @property
     def name(self) -> str:

@@ -5,12 +5,19 @@ sets it; `answers.py` converts the others into settings. A question that `applie
 unless it is changed in the review.
 """
 
+from dataclasses import replace
+
 from shardkit.wizard import conditions, defaults, numbers, options, readers
 from shardkit.wizard.options import fixed, yes_no
 from shardkit.wizard.prompter import Option
 from shardkit.wizard.question import Question, always
 
-QUESTIONS: tuple[Question, ...] = (
+
+def _in_review_only(when: str) -> str:
+    return "advanced" if when == "always" else f"advanced; {when}"
+
+
+_FIRST = (
     Question(
         key="model",
         title="Which model? (module:function, config.json, .safetensors; Enter: none)",
@@ -25,7 +32,6 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         key="where",
         title="Where will it run?",
-        kind="choose",
         options=options.where,
         default=defaults.where,
         help_text="The hardware of this machine is detected. Another machine: the file is written here, for GPUs "
@@ -35,7 +41,6 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         key="tpu_use_cluster",
         title="Is it a TPU pod (several TPU machines)?",
-        kind="choose",
         options=yes_no("the launch starts all of its machines, with gcloud", "one TPU machine"),
         default=always(False, "the usual case"),
         applies=conditions.tpu,
@@ -64,7 +69,6 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         key="rdzv_backend",
         title="How do the machines find each other?",
-        kind="choose",
         options=fixed(
             Option("c10d", "c10d", "rendezvous at machine 0, in any order; restarts possible"),
             Option("static", "static", "the same in shardkit; Accelerate with this file: no restarts"),
@@ -79,7 +83,6 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         key="use_cpu",
         title="Which device do the machines train on?",
-        kind="choose",
         options=fixed(
             Option(False, "GPU", "one process per GPU"),
             Option(True, "CPU", "slow; for tests and small models"),
@@ -93,7 +96,6 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         key="gpu",
         title="Which GPU do they have?",
-        kind="choose",
         options=options.gpus,
         default=always("h100-80", "the default of shardkit plan"),
         applies=conditions.gpu_is_unknown,
@@ -123,14 +125,12 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         key="mixed_precision",
         title="Precision?",
-        kind="choose",
         options=options.precision,
         default=defaults.precision,
     ),
     Question(
         key="fsdp.sharding_strategy",
         title="Sharding strategy?",
-        kind="choose",
         options=options.strategies,
         default=defaults.strategy,
         applies=conditions.splits,
@@ -141,7 +141,6 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         key="details",
         title="CPU offload, wrapping, prefetch, checkpoint format?",
-        kind="choose",
         options=options.details,
         default=always("suggested", "all of them can also be changed in the review"),
         applies=conditions.shards,
@@ -169,42 +168,40 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         key="xla",
         title="Shard the model over the TPU cores (PyTorch/XLA FSDP)?",
-        kind="choose",
         options=yes_no("parameters, gradients, optimizer state sharded", "every core has the whole model"),
         default=always(True, "larger models fit"),
         applies=conditions.tpu,
         when="TPU",
     ),
+)
+
+# Asked where the answer to `details` is so.
+_DETAILS = (
     Question(
         key="fsdp.offload_params",
         title="CPU offload: parameters, gradients, optimizer state in host memory?",
-        kind="choose",
         options=options.offload,
         default=defaults.offload,
         applies=conditions.shards,
-        asked=conditions.each_detail,
-        when="strategies 1, 2, 4, 5; advanced, or one by one",
+        when="strategies 1, 2, 4, 5",
     ),
     Question(
         key="fsdp.auto_wrap_policy",
         title="Wrapping: what is an FSDP unit?",
-        kind="choose",
         options=options.wrapping,
         default=defaults.wrapping,
         applies=conditions.wraps,
-        asked=conditions.each_detail,
-        when="strategies 1, 2, 4, 5; advanced, or one by one",
+        when="strategies 1, 2, 4, 5",
     ),
     Question(
         key="fsdp.transformer_layer_cls_to_wrap",
         title="Which block classes become units?",
-        kind="several",
         options=options.class_options,
+        takes_several=True,
         default=defaults.classes,
         read=readers.classes,
         applies=conditions.by_class,
-        asked=conditions.each_detail,
-        when="TRANSFORMER_BASED_WRAP; advanced, or one by one",
+        when="TRANSFORMER_BASED_WRAP",
     ),
     Question(
         key="fsdp.min_num_params",
@@ -213,116 +210,95 @@ QUESTIONS: tuple[Question, ...] = (
         read=readers.whole_number(1),
         note=options.units_note,
         applies=conditions.by_size,
-        asked=conditions.each_detail,
-        when="SIZE_BASED_WRAP; advanced, or one by one",
+        when="SIZE_BASED_WRAP",
     ),
     Question(
         key="fsdp.backward_prefetch",
         title="Backward prefetch: when is the next unit gathered?",
-        kind="choose",
         options=options.prefetch,
         default=always("BACKWARD_PRE", "communication overlaps with computation"),
         applies=conditions.shards,
-        asked=conditions.each_detail,
-        when="strategies 1, 2, 4, 5; advanced, or one by one",
+        when="strategies 1, 2, 4, 5",
     ),
     Question(
         key="fsdp.forward_prefetch",
         title="Forward prefetch: gather the next unit while this one computes?",
-        kind="choose",
         options=yes_no("helps where kernel launches are slow", "most models already overlap"),
         default=always(False, "in most models, communication already overlaps"),
         applies=conditions.shards,
-        asked=conditions.each_detail,
-        when="strategies 1, 2, 4, 5; advanced, or one by one",
+        when="strategies 1, 2, 4, 5",
     ),
     Question(
         key="fsdp.state_dict_type",
         title="State dict type: how are checkpoints written?",
-        kind="choose",
         options=fixed(
             Option("SHARDED_STATE_DICT", "SHARDED_STATE_DICT", "each rank writes its shard; fastest"),
             Option("FULL_STATE_DICT", "FULL_STATE_DICT", "full tensors, readable by other tools; slower to save"),
         ),
         default=always("SHARDED_STATE_DICT", "fastest; loads on any number of processes"),
         applies=conditions.shards,
-        asked=conditions.each_detail,
-        when="strategies 1, 2, 4, 5; advanced, or one by one",
+        when="strategies 1, 2, 4, 5",
     ),
     Question(
         key="fsdp.activation_checkpointing",
         title="Activation checkpointing: recompute activations in backward?",
-        kind="choose",
         options=yes_no("much less memory, about a third more compute", "activations stay in memory"),
         default=always(False, "fastest, if the activations fit"),
         applies=conditions.shards,
-        asked=conditions.each_detail,
-        when="strategies 1, 2, 4, 5; advanced, or one by one",
+        when="strategies 1, 2, 4, 5",
     ),
-    # --- asked in the review only, under "Advanced" ---
+)
+
+_ADVANCED = (
     Question(
         key="fsdp.cpu_ram_efficient_loading",
         title="Let Transformers load weights on rank 0 alone?",
-        kind="choose",
         options=yes_no("least host memory", "every rank loads the whole model first"),
         default=always(True, "least host memory"),
         applies=conditions.shards,
-        asked=conditions.never,
-        when="advanced; strategies 1, 2, 4, 5",
+        when="strategies 1, 2, 4, 5",
     ),
     Question(
         key="fsdp.sync_module_states",
         title="Copy rank 0's initial weights to every rank?",
-        kind="choose",
         options=yes_no("correct with any seeds", "correct only if every rank builds equal weights"),
         default=always(True, "correct with any seeds"),
         applies=conditions.shards,
-        asked=conditions.never,
-        when="advanced; strategies 1, 2, 4, 5",
+        when="strategies 1, 2, 4, 5",
     ),
     Question(
         key="shardkit.precision.reduce_dtype",
         title="Dtype of gradient reduction over ranks?",
-        kind="choose",
         options=options.reduce_dtypes,
         default=always(None, "fp32: smallest rounding error in the sum over ranks"),
         applies=conditions.shards,
-        asked=conditions.never,
-        when="advanced; strategies 1, 2, 4, 5",
+        when="strategies 1, 2, 4, 5",
     ),
     Question(
         key="shardkit.gradient_accumulation_steps",
         title="Gradient accumulation steps, unless the script sets them?",
         default=always(1, "no accumulation"),
         read=readers.whole_number(1),
-        asked=conditions.never,
-        when="advanced",
     ),
     Question(
         key="shardkit.seed",
         title="Seed? (none: set by the script)",
         default=always(None, "set by the script"),
         read=readers.seed,
-        asked=conditions.never,
-        when="advanced",
     ),
     Question(
         key="shardkit.compile",
         title="Compile each unit (torch.compile)?",
-        kind="choose",
         options=yes_no("faster steps after a slow first one", "no compile time"),
         default=always(False, "no compile time"),
         applies=conditions.not_tpu,
-        asked=conditions.never,
-        when="advanced; not on TPU",
+        when="not on TPU",
     ),
     Question(
         key="shardkit.launch.max_restarts",
         title="Maximum restarts after failures?",
         default=always(0, "a failure ends the run"),
         read=readers.whole_number(0),
-        asked=conditions.never,
-        when="advanced",
     ),
     Question(
         key="shardkit.launch.min_machines",
@@ -330,8 +306,7 @@ QUESTIONS: tuple[Question, ...] = (
         default=always(None, "a lost machine ends the run, or restarts it"),
         read=readers.min_machines,
         applies=conditions.may_be_elastic,
-        asked=conditions.never,
-        when="advanced; several machines, not on TPU",
+        when="several machines, not on TPU",
         help_text="With a number, machines may leave and join: the run goes on from the newest checkpoint.",
     ),
     Question(
@@ -340,58 +315,47 @@ QUESTIONS: tuple[Question, ...] = (
         default=always(0, "set at launch, so that all machines share one file"),
         read=readers.machine_rank,
         applies=conditions.launches_on_each,
-        asked=conditions.never,
-        when="advanced; several machines",
+        when="several machines",
     ),
     Question(
         key="same_network",
         title="Do the machines reach each other directly?",
-        kind="choose",
         options=yes_no("same network", "over the internet or a tunnel"),
         default=always(True, "the usual case"),
         applies=conditions.several,
-        asked=conditions.never,
-        when="advanced; several machines",
+        when="several machines",
     ),
     Question(
         key="debug",
         title="Check every collective, and find where NaN gradients come from?",
-        kind="choose",
         options=yes_no("finds mismatches and NaN; slow", "full speed"),
         default=always(False, "full speed"),
         applies=conditions.many,
-        asked=conditions.never,
-        when="advanced; more than one process",
+        when="more than one process",
     ),
     Question(
         key="xla_fsdp_v2",
         title="For Accelerate: the SPMD form of PyTorch/XLA's FSDP?",
-        kind="choose",
         options=yes_no("FSDP v2", "FSDP v1"),
         default=always(False, "shardkit trains with SPMD in either case"),
         applies=conditions.tpu_fsdp,
-        asked=conditions.never,
-        when="advanced; TPU with FSDP",
+        when="TPU with FSDP",
     ),
     Question(
         key="xla_fsdp_grad_ckpt",
         title="Recompute activations in backward on the TPU?",
-        kind="choose",
         options=yes_no("much less memory, more compute", "activations are kept"),
         default=always(False, "fastest, if the activations fit"),
         applies=conditions.tpu_fsdp,
-        asked=conditions.never,
-        when="advanced; TPU with FSDP",
+        when="TPU with FSDP",
     ),
     Question(
         key="downcast_bf16",
         title="On the TPU, keep every float in bf16, parameters too?",
-        kind="choose",
         options=yes_no("half the memory", "parameters and optimizer state stay in fp32"),
         default=always(False, "small updates are not lost"),
         applies=conditions.tpu,
-        asked=conditions.never,
-        when="advanced; TPU",
+        when="TPU",
     ),
     Question(
         key="main_training_function",
@@ -399,18 +363,15 @@ QUESTIONS: tuple[Question, ...] = (
         default=always("main", "the usual name"),
         read=readers.identifier,
         applies=conditions.tpu,
-        asked=conditions.never,
-        when="advanced; TPU",
+        when="TPU",
     ),
     Question(
         key="tpu_use_sudo",
         title="Does training on the TPU's machines need sudo?",
-        kind="choose",
         options=yes_no("it is started with sudo", "it runs as you"),
         default=always(False, "the usual case"),
         applies=conditions.pod,
-        asked=conditions.never,
-        when="advanced; TPU pod",
+        when="TPU pod",
     ),
     Question(
         key="tpu_vm",
@@ -418,8 +379,7 @@ QUESTIONS: tuple[Question, ...] = (
         default=always([], "all of them"),
         read=readers.names,
         applies=conditions.pod,
-        asked=conditions.never,
-        when="advanced; TPU pod",
+        when="TPU pod",
     ),
     Question(
         key="tpu_env",
@@ -427,8 +387,7 @@ QUESTIONS: tuple[Question, ...] = (
         default=always([], "none needed"),
         read=readers.pairs,
         applies=conditions.tpu,
-        asked=conditions.never,
-        when="advanced; TPU",
+        when="TPU",
     ),
     Question(
         key="commands",
@@ -436,9 +395,14 @@ QUESTIONS: tuple[Question, ...] = (
         default=always([], "none needed"),
         read=readers.commands,
         applies=conditions.pod,
-        asked=conditions.never,
-        when="advanced; TPU pod",
+        when="TPU pod",
     ),
+)
+
+QUESTIONS: tuple[Question, ...] = (
+    *_FIRST,
+    *(replace(one, asked=conditions.each_detail, when=f"{one.when}; advanced, or one by one") for one in _DETAILS),
+    *(replace(one, asked=conditions.never, when=_in_review_only(one.when)) for one in _ADVANCED),
 )
 
 
