@@ -104,7 +104,7 @@ def submit(
     from shardkit.cli.config import target_problem, write_target
     from shardkit.config.command import settings_from
     from shardkit.launch import flags
-    from shardkit.submit.making import Asked, made
+    from shardkit.submit.making import Asked, job_for
 
     given = {
         **options.plain_settings(processes, cpu, mixed_precision, resume, restarts, show),
@@ -143,7 +143,7 @@ def submit(
     problems.lines += problems_of_compat("submit", switches)
     if output is not None:
         problems.add(target_problem(output, force))
-    engine, job, notes = made(to, asked, problems)
+    engine, job, notes = job_for(to, asked, problems)
     if engine is not None and engine.needs_file and start and output is None:
         problems.add(
             f"--submit: {engine.name} uploads the folder, and the job must be a file in it; add --output FILE."

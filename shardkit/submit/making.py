@@ -20,7 +20,7 @@ from shardkit.plan import devices
 from shardkit.problems import Problems
 from shardkit.submit import engines, kubernetes, reading, sizing
 from shardkit.submit.engines import Engine
-from shardkit.submit.job import CPUS_PER_GPU, Job
+from shardkit.submit.job import CPUS_PER_GPU, Job, Volume
 
 MAIN = Path(__file__).parent.parent / "__main__.py"
 """The program `shardkit`, as a file: a job starts in the project's folder, from which `python -m` would import."""
@@ -68,32 +68,66 @@ class Asked:
         return {name for name, value in given.items() if value} | {*self.switches.given}
 
 
-def made(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job | None, list[str]]:
+@dataclass(frozen=True)
+class _Values:
+    """The values of the flags as read; None where one is not given, or is a problem."""
+
+    device: devices.Device | None
+    cpus: int | None
+    memory_bytes: int | None
+    time_s: int | None
+    batch_size: int | None
+    seq_len: int | None
+    steps: int | None
+    program: tuple[str, ...] | None
+    ssh: tuple[str, ...] | None
+    volumes: tuple[Volume, ...] | None
+    hosts: tuple[str, ...] | None
+    options: dict[str, str] | None
+    variables: dict[str, str] | None
+
+
+def job_for(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job | None, list[str]]:
     """(engine, job, notes on the job). Errors are added to `problems`; engine and job may then be None."""
     engine = problems.of(engines.find, to)
     _check_script(asked, engine, problems)
     loaded = problems.of(_resolved, asked.config, asked.settings)
-    config = loaded.config if loaded else None
     if loaded:
         problems.lines += _missing(loaded.config, loaded.origins, loaded.path) + _problem_of_resume(loaded)
-    words = problems.of(_words, "--ssh", asked.ssh)
-    program = problems.of(_words, "--program", asked.program)
-    time_s = problems.of(reading.seconds, asked.time) if asked.time is not None else None
-    memory = problems.of(reading.size, asked.memory) if asked.memory is not None else None
-    cpus = problems.of(number_of_flag, "--cpus", asked.cpus)
-    batch_size = problems.of(number_of_flag, "--batch-size", asked.batch_size)
-    seq_len = problems.of(number_of_flag, "--seq-len", asked.seq_len)
-    steps = problems.of(number_of_flag, "--steps", asked.steps)
-    options = problems.of(reading.options, asked.options) or {}
-    variables = problems.of(reading.variables, asked.variables) or {}
-    device = problems.of(_device, asked.device, config)
-    volumes = problems.of(reading.volumes, asked.volumes, engine is None or engine.name != "skypilot") or ()
-    hosts: tuple[str, ...] = ()
-    if engine is not None and "--hosts" in engine.flags:
-        hosts = problems.of(reading.hosts, asked.hosts, config and config.processes_per_machine) or ()
-    if config is None or engine is None or loaded is None or not asked.command:
+    values = _read(asked, engine, loaded.config if loaded else None, problems)
+    if engine is None or loaded is None or not asked.command:
         return engine, None, []
-    job = Job(
+    job = _job(asked, engine, loaded, values)
+    problems.lines += engines.problems(engine, job, asked.flags)
+    if problems.lines:
+        return engine, job, []
+    return engine, *_planned(asked.model, job, engine, loaded.path, values)
+
+
+def _read(asked: Asked, engine: Engine | None, config: Config | None, problems: Problems) -> _Values:
+    takes_hosts = engine is not None and "--hosts" in engine.flags
+    ranks_of_each = config and config.processes_per_machine
+    return _Values(
+        ssh=problems.of(_words, "--ssh", asked.ssh),
+        program=problems.of(_words, "--program", asked.program),
+        time_s=None if asked.time is None else problems.of(reading.seconds, asked.time),
+        memory_bytes=None if asked.memory is None else problems.of(reading.size, asked.memory),
+        cpus=problems.of(number_of_flag, "--cpus", asked.cpus),
+        batch_size=problems.of(number_of_flag, "--batch-size", asked.batch_size),
+        seq_len=problems.of(number_of_flag, "--seq-len", asked.seq_len),
+        steps=problems.of(number_of_flag, "--steps", asked.steps),
+        options=problems.of(reading.options, asked.options),
+        variables=problems.of(reading.variables, asked.variables),
+        device=problems.of(_device, asked.device, config),
+        volumes=problems.of(reading.volumes, asked.volumes, engine is None or engine.name != "skypilot"),
+        hosts=problems.of(reading.hosts, asked.hosts, ranks_of_each) if takes_hosts else None,
+    )
+
+
+def _job(asked: Asked, engine: Engine, loaded: files.LoadedConfig, values: _Values) -> Job:
+    """The job as the flags and the configuration have it."""
+    config = loaded.config
+    return Job(
         name=asked.name or _name(asked.command[0], asked.is_module),
         command=tuple(asked.command),
         is_module=asked.is_module,
@@ -101,22 +135,18 @@ def made(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job 
         switches=tuple(asked.switches.words),
         folder=Path.cwd(),
         chosen=frozenset(loaded.chosen),
-        program=program or _program(engine),
-        cpus_per_machine=cpus or config.processes_per_machine * (1 if runs_on_cpu(config) else CPUS_PER_GPU),
-        memory_bytes=memory,
-        time_s=time_s,
-        gpu=_gpu(device) if asked.device and device else None,
+        program=values.program or _program(engine),
+        cpus_per_machine=values.cpus or config.processes_per_machine * (1 if runs_on_cpu(config) else CPUS_PER_GPU),
+        memory_bytes=values.memory_bytes,
+        time_s=values.time_s,
+        gpu=_gpu(values.device) if asked.device and values.device else None,
         image=asked.image or None,
-        volumes=volumes,
-        hosts=hosts,
-        ssh=words or (),
-        options=options,
-        variables=variables,
+        volumes=values.volumes or (),
+        hosts=values.hosts or (),
+        ssh=values.ssh or (),
+        options=values.options or {},
+        variables=values.variables or {},
     )
-    problems.lines += engines.problems(engine, job, asked.flags)
-    if problems.lines or device is None:
-        return engine, job, []
-    return engine, *_planned(asked.model, job, engine, loaded.path, device, batch_size, seq_len, steps)
 
 
 def _resolved(path: Path | None, settings: dict[str, str]) -> files.LoadedConfig:
@@ -218,29 +248,21 @@ def _gpu(device: devices.Device) -> str | None:
     return next((name for name, known in devices.DEVICES.items() if known == device and name != "cpu"), None)
 
 
-def _planned(
-    given: str | None,
-    job: Job,
-    engine: Engine,
-    path: Path | None,
-    device: devices.Device,
-    batch_size: int | None,
-    seq_len: int | None,
-    steps: int | None,
-) -> tuple[Job, list[str]]:
+def _planned(given: str | None, job: Job, engine: Engine, path: Path | None, values: _Values) -> tuple[Job, list[str]]:
     """(the job, with memory and time from the plan if no flags set them; notes). Unchanged without a model: the
     given one, or the one that the configuration file `path` names.
 
     A model that only the file names may be missing on this machine: that is a note, not an error."""
     model = given or comment.in_file(path)
     if model is None:
-        flags = {"--batch-size": batch_size, "--seq-len": seq_len, "--steps": steps}
+        flags = {"--batch-size": values.batch_size, "--seq-len": values.seq_len, "--steps": values.steps}
         if wanted := [flag for flag, value in flags.items() if value]:
             raise UsageError(f"{', '.join(wanted)}: for the plan, which needs a model (got none); add --model.")
         return job, []
     try:
-        file = None if given else path
-        sizes = sizing.sized(job.config, model, device, batch_size, seq_len, steps, file)
+        assert values.device is not None, "one that is no device is a problem"
+        load = values.batch_size, values.seq_len, values.steps
+        sizes = sizing.sized(job.config, model, values.device, *load, None if given else path)
     except ShardkitError as error:
         if given is not None:
             raise
@@ -248,7 +270,7 @@ def _planned(
     notes = list(sizes.notes)
     if job.memory_bytes is None and "--memory" in engine.flags:
         job = replace(job, memory_bytes=sizes.memory_bytes)
-    if steps is not None and sizes.steps_s is None:
+    if values.steps is not None and sizes.steps_s is None:
         notes.append("note: the time of a step is unknown without --batch-size, or for this device; add --time.")
     elif job.time_s is None and "--time" in engine.flags:
         job = replace(job, time_s=sizes.steps_s)
