@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 Span = tuple[int, int, int, int]
 """Lines and columns: first line, its column, last line, its column."""
@@ -41,30 +41,41 @@ def _is_around(node: ast.AST, place: Span, knows_columns: bool) -> bool:
     return (first, begin) <= place[:2] and place[2:] <= (last, end)
 
 
-def on_the_way(path: list[ast.AST]) -> Iterator[Condition]:
-    """The conditions that have let this rank come here."""
+def conditions_met(path: list[ast.AST]) -> Iterator[Condition]:
+    """The conditions that have let this rank come to the end of the path, from the outermost on."""
     after: list[ast.stmt] = []
     for outer, inner in pairwise(path):
         block = next((b for b in _blocks(outer) if any(one is inner for one in b)), [])
         position = next((number for number, one in enumerate(block) if one is inner), 0)
-        for earlier in block[:position]:
-            if isinstance(earlier, ast.If) and _leaves(earlier.body):
-                yield earlier.test, False, earlier.body
-            elif isinstance(earlier, ast.If) and _leaves(earlier.orelse):
-                yield earlier.test, True, earlier.orelse
-        match outer:
-            case ast.If(test=test, body=body, orelse=orelse) if block:
-                yield test, block is body, [*(orelse if block is body else body), *(after if _leaves(block) else [])]
-            case ast.While(test=test, body=body) if block is body:
-                yield test, True, []
-            case ast.IfExp(test=test, body=body, orelse=orelse) if inner is not test:
-                yield test, inner is body, [orelse if inner is body else body]
-            case ast.BoolOp(op=op, values=values):
-                for value in values[: next(number for number, one in enumerate(values) if one is inner)]:
-                    yield value, isinstance(op, ast.And), []
-            case ast.ListComp(generators=loops) | ast.SetComp(generators=loops) | ast.GeneratorExp(generators=loops):
-                yield from ((test, True, []) for loop in loops for test in loop.ifs if test is not inner)
+        yield from _not_left_at(block[:position])
+        yield from _entered(outer, inner, block, after)
         after = block[position + 1 :]
+
+
+def _not_left_at(statements: Iterable[ast.stmt]) -> Iterator[Condition]:
+    """The conditions of the statements by which others have left the block, as `if not is_main: return`."""
+    for one in statements:
+        if isinstance(one, ast.If) and _leaves(one.body):
+            yield one.test, False, one.body
+        elif isinstance(one, ast.If) and _leaves(one.orelse):
+            yield one.test, True, one.orelse
+
+
+def _entered(outer: ast.AST, inner: ast.AST, block: list[ast.stmt], after: list[ast.stmt]) -> Iterator[Condition]:
+    """The conditions of a node by which `inner`, in its `block` if it is a statement, is executed. `after`: the
+    statements behind the node, which ranks that leave the block do not execute."""
+    match outer:
+        case ast.If(test=test, body=body, orelse=orelse) if block:
+            yield test, block is body, [*(orelse if block is body else body), *(after if _leaves(block) else [])]
+        case ast.While(test=test, body=body) if block is body:
+            yield test, True, []
+        case ast.IfExp(test=test, body=body, orelse=orelse) if inner is not test:
+            yield test, inner is body, [orelse if inner is body else body]
+        case ast.BoolOp(op=op, values=values):
+            for value in takewhile(lambda one: one is not inner, values):
+                yield value, isinstance(op, ast.And), []
+        case ast.ListComp(generators=loops) | ast.SetComp(generators=loops) | ast.GeneratorExp(generators=loops):
+            yield from ((test, True, []) for loop in loops for test in loop.ifs if test is not inner)
 
 
 def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:

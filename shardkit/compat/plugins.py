@@ -25,21 +25,16 @@ from shardkit.errors import UsageError
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _NAME_OF = {
-    "sharding_strategy": "fsdp_sharding_strategy",
-    "reshard_after_forward": "fsdp_reshard_after_forward",
-    "backward_prefetch": "fsdp_backward_prefetch",
-    "auto_wrap_policy": "fsdp_auto_wrap_policy",
+    **{
+        name: f"fsdp_{name}"
+        for name in (
+            *("sharding_strategy", "reshard_after_forward", "backward_prefetch", "auto_wrap_policy", "ignored_modules"),
+            *("state_dict_type", "limit_all_gathers", "use_orig_params", "sync_module_states", "forward_prefetch"),
+            *("activation_checkpointing", "cpu_ram_efficient_loading", "min_num_params"),
+        )
+    },
     "cpu_offload": "fsdp_offload_params",
-    "ignored_modules": "fsdp_ignored_modules",
-    "state_dict_type": "fsdp_state_dict_type",
-    "limit_all_gathers": "fsdp_limit_all_gathers",
-    "use_orig_params": "fsdp_use_orig_params",
-    "sync_module_states": "fsdp_sync_module_states",
-    "forward_prefetch": "fsdp_forward_prefetch",
-    "activation_checkpointing": "fsdp_activation_checkpointing",
-    "cpu_ram_efficient_loading": "fsdp_cpu_ram_efficient_loading",
     "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
-    "min_num_params": "fsdp_min_num_params",
 }
 
 

@@ -69,7 +69,7 @@ class Conditions:
     def alone(self, path: list[ast.AST], call: str) -> ast.expr | None:
         """The condition by which only one rank comes to the end of this path, for a call of this name that the others
         do not make elsewhere; None if all ranks come."""
-        for test, value, others in branches.on_the_way(path):
+        for test, value, others in branches.conditions_met(path):
             if not branches.calls(others, call) and self.is_of_one_rank(test, value):
                 return test
         return None

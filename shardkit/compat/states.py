@@ -39,6 +39,12 @@ class _State(ProcessControl):
 
     device: torch.device
     distributed_type: DistributedType
+    _shared_state: ClassVar[dict[str, Any]]
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the state is set."""
+        return bool(self._shared_state)
 
     @property
     def default_device(self) -> torch.device:
@@ -107,11 +113,6 @@ class PartialState(_State):
 
     def __repr__(self) -> str:
         return _text(self)
-
-    @property
-    def initialized(self) -> bool:
-        """Whether the state is set."""
-        return bool(self._shared_state)
 
     @staticmethod
     def _reset_state() -> None:
@@ -196,11 +197,6 @@ class AcceleratorState(_State):
 
     def __repr__(self) -> str:
         return f"{_text(self)}Mixed precision type: {self.mixed_precision}\n"
-
-    @property
-    def initialized(self) -> bool:
-        """Whether the state is set."""
-        return bool(self._shared_state)
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:

@@ -260,23 +260,20 @@ class Replica(DistributedDataParallel):
     def _after_backward(self, arrived: list[torch.Tensor]) -> None:
         self.is_first_backward = False
         if self.require_backward_grad_sync:
-            self._reduce_rest(arrived)
+            self._reduce_beside_reducer(arrived)
         elif not self._is_graph_known:  # of a reducer that was created in the window
             self._kinds = []  # torch has counted these gradients in its static graph: a new reducer is created
         for call in self.at_end_of_backward:
             call()
 
-    def _reduce_rest(self, arrived: list[torch.Tensor]) -> None:
-        """Reduce gradients that torch's reducer does not. `arrived`: parameters with a gradient in this backward."""
+    def _reduce_beside_reducer(self, arrived: list[torch.Tensor]) -> None:
+        """Average the gradients that torch's reducer does not. `arrived`: parameters with a gradient in this
+        backward."""
         if self._left is not None:
             take_mean_([p for p in self._left if p.requires_grad], self._may_be_unused)
             return
         managed = [id(parameter) for parameter in arrived if id(parameter) in self._managed]
-        left_out = {id(p) for p in self._all} - set(self._managed) if len(arrived) > len(managed) else set()
-        if not self._section.static_graph:
-            # Of modules that reentrant checkpoints have recomputed twice: torch's reducer may be done before the last
-            # gradient, which is then added to the mean of the earlier ones, and left on each rank alone.
-            left_out |= {one for one, count in Counter(managed).items() if count > 1}
+        left_out = self._left_out(arrived, managed)
         self._missing -= set(managed)
         if not self._is_awaited:
             left_out = set(map(id, self._all))
@@ -285,17 +282,30 @@ class Replica(DistributedDataParallel):
             if self._settings["find_unused_parameters"]:
                 self._stop_waiting()
         elif managed:
-            self._is_awaited = False
-            if not self._is_graph_known:
-                self._is_graph_known = True
-                reducer: Any = self.reducer
-                reducer._delay_all_reduce()
-            if self._missing and self._settings["find_unused_parameters"]:  # torch's own end of backward comes first
-                torch.autograd.Variable._execution_engine.queue_callback(self._finish_waiting_reducer)
-            elif self._missing and not self._may_be_unused:
-                self._finish_reducer()
-            self._note_buckets()
+            self._end_awaited_backward()
         take_mean_([p for p in self._all if p.requires_grad and id(p) in left_out], self._may_be_unused)
+
+    def _left_out(self, arrived: list[torch.Tensor], managed: list[int]) -> set[int]:
+        """The parameters, by id, of which torch's reducer has not seen all gradients of a backward that it awaited."""
+        left_out = {id(p) for p in self._all} - set(self._managed) if len(arrived) > len(managed) else set()
+        if self._section.static_graph:
+            return left_out
+        # Of modules that reentrant checkpoints have recomputed twice: torch's reducer may be done before the last
+        # gradient, which is then added to the mean of the earlier ones, and left on each rank alone.
+        return left_out | {one for one, count in Counter(managed).items() if count > 1}
+
+    def _end_awaited_backward(self) -> None:
+        """Let torch's reducer end, which waits for parameters that this backward did not reach."""
+        self._is_awaited = False
+        if not self._is_graph_known:
+            self._is_graph_known = True
+            reducer: Any = self.reducer
+            reducer._delay_all_reduce()
+        if self._missing and self._settings["find_unused_parameters"]:  # torch's own end of backward comes first
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_waiting_reducer)
+        elif self._missing and not self._may_be_unused:
+            self._finish_reducer()
+        self._note_buckets()
 
     def _stop_waiting(self) -> None:
         """Let torch's reducer wait for no backward, and forget which parameters those reached that it did not wait for:
