@@ -49,12 +49,18 @@ def _real_of_batch(loaders: Sequence[PreparedLoader], given: Any, is_list: bool)
             f"(got {size} samples, which fit several of them); read one loader after the other, or gather(...) and "
             "drop the padding yourself."
         )
-    if not possible and any(loop.is_padded for _, loop in candidates):
-        _warn_of_other_length()
-    since = candidates[0][1].last_yield if candidates else 0
-    if not known and any(loop.last_yield > since and _may_be_padded(size, loop) for _, loop in ended):
-        _warn_of_ended_loop()
+    if not known:
+        _warn_of_padding_kept(size, [loop for _, loop in candidates], [loop for _, loop in ended])
     return next(iter(found), None)
+
+
+def _warn_of_padding_kept(size: int | None, running: Sequence[Loop], ended: Sequence[Loop]) -> None:
+    """Warns where values that contain no tensor of a batch may have padding that is not dropped."""
+    if any(loop.is_padded for loop in running) and not any(_may_be_of(size, loop) for loop in running):
+        _warn_of_other_length()
+    since = running[0].last_yield if running else 0
+    if any(loop.last_yield > since and _may_be_padded(size, loop) for loop in ended):
+        _warn_of_ended_loop()
 
 
 def short_batch(loaders: Iterable[PreparedLoader], given: Any) -> tuple[int, int] | None:

@@ -73,30 +73,32 @@ class Settled(TorchFunctionMode):
 
 
 def _operate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    name: str = getattr(function, "__name__", "")
-    first = args[0] if args else None
+    """What the function gives on whole tensors, where DTensor gives something else, or nothing."""
     if is_dtensor(kwargs.get("out")):
         others = {key: value for key, value in kwargs.items() if key != "out"}
         return _operate(torch.Tensor.copy_, (kwargs["out"], _operate(function, args, others)), {})
-    if name.startswith("_foreach_"):
-        lists = [value for value in args if isinstance(value, (list, tuple))]
-        if any(map(is_dtensor, (tensor for tensors in lists for tensor in tensors))):
-            return one_by_one(name.removeprefix("_foreach_"), args, kwargs, _operate)
-    elif _is_in_place(name) and isinstance(first, torch.Tensor):
-        if not is_dtensor(first):
-            return function(first, *map(as_plain, args[1:]), **{key: as_plain(value) for key, value in kwargs.items()})
-        if is_single(first):
-            return in_place_of_whole(function, first, args[1:], kwargs)
-    elif name in _RESHAPES and is_dtensor(first) and (isinstance(first, CopiedPart) or is_uneven(first)):
+    name: str = getattr(function, "__name__", "")
+    if name.startswith("_foreach_") and _has_sharded_list(args):
+        return one_by_one(name.removeprefix("_foreach_"), args, kwargs, _operate)
+    first: Any = args[0] if args else None
+    is_in_place = _is_in_place(name) and isinstance(first, torch.Tensor)
+    if is_in_place and not is_dtensor(first):
+        return function(first, *map(as_plain, args[1:]), **{key: as_plain(value) for key, value in kwargs.items()})
+    if is_in_place and is_single(first):
+        return in_place_of_whole(function, first, args[1:], kwargs)
+    if name in _RESHAPES and is_dtensor(first) and (isinstance(first, CopiedPart) or is_uneven(first)):
         return as_copy(_settle_results(function(replicated(first), *args[1:], **kwargs)))
     try:
         return _settle_results(function(*args, **kwargs))
     except (NotImplementedError, RuntimeError) as error:
         if not any(words in str(error) for words in _LACKING):
             raise
-    if _is_in_place(name) and is_dtensor(first):
-        return in_place_of_whole(function, first, args[1:], kwargs)
-    return of_whole(function, args, kwargs)
+    return in_place_of_whole(function, first, args[1:], kwargs) if is_in_place else of_whole(function, args, kwargs)
+
+
+def _has_sharded_list(args: Sequence[Any]) -> bool:
+    """Whether a list of a foreach operator's has a sharded tensor."""
+    return any(is_dtensor(tensor) for value in args if isinstance(value, (list, tuple)) for tensor in value)
 
 
 def _is_in_place(name: str) -> bool:
