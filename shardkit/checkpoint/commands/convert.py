@@ -26,7 +26,8 @@ from shardkit.checkpoint.files.layout import Index, Mesh, TensorEntry, section_n
 from shardkit.checkpoint.loading import locate
 from shardkit.checkpoint.saving import write
 from shardkit.checkpoint.saving.save_request import SaveRequest
-from shardkit.checkpoint.states import optimizers, tensors
+from shardkit.checkpoint.states import tensors
+from shardkit.checkpoint.states.optimizers import settings_of
 from shardkit.checkpoint.states.state import Captured
 from shardkit.distributed import control, random_state
 from shardkit.errors import CheckpointCorrupted, CheckpointError, ShardkitError
@@ -308,9 +309,8 @@ def _optimizer(optimizer: Mapping[str, Any], keep: Callable[[str, Any], str | No
     values."""
     groups = []
     for number, group in enumerate(optimizer["param_groups"]):
-        settings = {key: value for key, value in group.items() if key not in optimizers.RUN_SETTINGS}
-        where = f"{section}.param_groups[{number}]"
-        groups.append({"params": list(group["params"]), "settings": values.encode(settings, where, keep)})
+        settings = values.encode(settings_of(group), f"{section}.param_groups[{number}]", keep)
+        groups.append({"params": list(group["params"]), "settings": settings})
     plain: dict[str, dict[str, Any]] = {}
     for name, row in optimizer["state"].items():
         for key, value in row.items():

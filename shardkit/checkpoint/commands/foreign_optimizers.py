@@ -9,7 +9,7 @@ import torch
 from shardkit.checkpoint.commands import dcp, foreign_files
 from shardkit.checkpoint.commands.dcp import LazyTensor
 from shardkit.checkpoint.files import folder
-from shardkit.checkpoint.states import optimizers
+from shardkit.checkpoint.states.numbered import with_names
 from shardkit.checkpoint.states.state import name_in_run
 from shardkit.errors import CheckpointError
 from shardkit.model.prepared import Prepared
@@ -88,7 +88,7 @@ def by_name(
         names = dict(zip(numbers, (name for those in named for name in those), strict=True))
         rows = {names[str(key)]: row for key, row in state["state"].items()}
         _check_shapes(rows, models, here)
-        extra = optimizers.with_names(state["extra"], named)
+        extra = with_names(state["extra"], named)
     groups = [{**group, "params": those} for group, those in zip(groups, named, strict=True)]
     return {**state, "state": rows, "param_groups": groups, "extra": extra}
 

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from shardkit import values
 from shardkit.checkpoint.files.layout import section_name
-from shardkit.checkpoint.states import optimizers
 from shardkit.checkpoint.states.differences import KEEP, Difference
+from shardkit.checkpoint.states.optimizers import RUN_SETTINGS, settings_of
 from shardkit.checkpoint.states.state import Live
 from shardkit.signatures import signature
 from shardkit.wording import first_few
@@ -84,10 +84,7 @@ def _pairs(live: Live, common: Mapping[str, Any]) -> Iterator[tuple[str, Any, di
     for number, (optimizer, saved) in enumerate(zip(live.optimizers, common["optimizers"], strict=False)):
         settings = saved["groups"][0]["settings"] if saved["groups"] else {}
         now = {**optimizer.defaults, **(optimizer.param_groups[0] if optimizer.param_groups else {})}
-        saved_settings, now = (
-            {key: value for key, value in one.items() if key not in optimizers.RUN_SETTINGS} for one in (settings, now)
-        )
-        yield section_name("optim", number), optimizer, saved_settings, now
+        yield section_name("optim", number), optimizer, settings_of(settings), settings_of(now)
     for name, schedule in live.schedulers().items():
         if isinstance(saved := common["objects"].get(name), dict):
             yield name, schedule, saved, live.objects[name].state_dict()
@@ -138,7 +135,7 @@ def _changed_in_groups(
     notes = []
     for number, group in enumerate(optimizer.param_groups):
         settings: dict[str, Any] = next((owner[names[id(p)]] for p in group["params"] if names.get(id(p)) in owner), {})
-        keys = (_arguments(optimizer) | {"initial_lr"}) - {*optimizers.RUN_SETTINGS}
+        keys = (_arguments(optimizer) | {"initial_lr"}) - {*RUN_SETTINGS}
         keys -= {"lr"} if is_scheduled or "initial_lr" in settings.keys() & group.keys() else set()
         keys -= {"momentum", "betas"} if _CYCLED & settings.keys() else set()
         lines = [

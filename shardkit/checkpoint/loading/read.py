@@ -33,7 +33,7 @@ from shardkit.checkpoint.files.verify import Checkpoint, Files, Span, check_head
 from shardkit.checkpoint.loading.load_plan import LoadOptions, Plan, Unfinished, no_tensor, plan_of, positions, warn_of
 from shardkit.checkpoint.loading.seen import candidates, open_together
 from shardkit.checkpoint.loading.spread_weights import NO_WEIGHTS, Weights
-from shardkit.checkpoint.states import optimizer_groups, optimizers, state, ties
+from shardkit.checkpoint.states import optimizer_groups, optimizer_loading, state, ties
 from shardkit.checkpoint.states.differences import KEEP, Difference
 from shardkit.checkpoint.states.fill import Saved
 from shardkit.checkpoint.states.state import Live, Stateful
@@ -349,7 +349,7 @@ def _fill_here(live: Live, plan: Plan, saved: Saved, rank: int, is_strict: bool)
         section = section_name("optim", number)
         if section in saved.index.sections and section not in plan.unlike:
             left_out = {fqn for which, fqn in plan.left_out if which == number}
-            optimizers.restore(optimizer, names, section, encoded, saved, left_out)
+            optimizer_loading.restore(optimizer, names, section, encoded, saved, left_out)
     saved.files.refuse_changed()
 
 
