@@ -209,7 +209,7 @@ def _without_earlier_replica(run: Run, value: Any) -> Any:
     value."""
     if not isinstance(value, DistributedDataParallel) or _prepared(run, value) is not None:
         return value
-    from shardkit.sharding.ddp import Replica
+    from shardkit.sharding.ddp_replica import Replica
 
     return value.module if isinstance(value, Replica) else value
 

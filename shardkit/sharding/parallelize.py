@@ -22,7 +22,8 @@ from shardkit.log import get_logger
 from shardkit.model import packed
 from shardkit.sharding import float8, precision, unfit
 from shardkit.sharding.activation import checkpoint_blocks
-from shardkit.sharding.ddp import Replica, replicate
+from shardkit.sharding.ddp import replicate
+from shardkit.sharding.ddp_replica import Replica
 from shardkit.sharding.gradient_sync import watch_backward
 from shardkit.sharding.init import empty_states, fill, fill_from_rank0, refuse_different_models
 from shardkit.sharding.units import Units, blocks_of, one_unit, units_of
