@@ -1,5 +1,7 @@
 """When a question applies, and which answers are possible."""
 
+from collections.abc import Callable
+
 from shardkit.config.schema import ShardingStrategy
 from shardkit.plan import devices
 from shardkit.wizard.situation import ELSEWHERE, SEVERAL, SLURM, Situation
@@ -108,6 +110,27 @@ def tpu_fsdp(s: Situation) -> bool:
 def never(s: Situation) -> bool:
     """Only under "Advanced"."""
     return False
+
+
+WORDS: dict[Callable[[Situation], bool], str] = {
+    tpu: "TPU",
+    counts_machines: "several machines, SLURM, TPU pod",
+    several: "several machines",
+    gpu_is_unknown: "GPUs of another machine",
+    another_gpu: "another GPU",
+    splits: "more than one process, not on TPU",
+    shards: "strategies 1, 2, 4, 5",
+    pod: "TPU pod",
+    wraps: "strategies 1, 2, 4, 5",
+    by_class: "TRANSFORMER_BASED_WRAP",
+    by_size: "SIZE_BASED_WRAP",
+    not_tpu: "not on TPU",
+    may_be_elastic: "several machines, not on TPU",
+    launches_on_each: "several machines",
+    many: "more than one process",
+    tpu_fsdp: "TPU with FSDP",
+}
+"""How the documentation says of a question that applies in these situations when it is asked."""
 
 
 def why_not(s: Situation, strategy: ShardingStrategy) -> str:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from shardkit.config.descriptions import text_of
 from shardkit.config.keys import all_keys
+from shardkit.wizard import conditions
 from shardkit.wizard.prompter import Option
 from shardkit.wizard.situation import Situation
 
@@ -40,13 +41,19 @@ class Question:
     """Whether it is asked before the review; the others are in its "Advanced" menu."""
     lines: Callable[[Situation], Sequence[str]] = lambda s: ()
     note: Callable[[Situation, Any], str] = lambda s, value: ""
-    when: str = "always"
+    when: str = ""
+    """In words, when it is asked; where not given, those of `applies`."""
     help_text: str = ""
     label: str = ""
 
     @property
     def kind(self) -> Literal["choose", "several", "text"]:
         return "text" if self.options is no_options else "several" if self.takes_several else "choose"
+
+    @property
+    def asked_when(self) -> str:
+        """In words, when it is asked."""
+        return self.when or conditions.WORDS.get(self.applies, "always")
 
     @property
     def name(self) -> str:

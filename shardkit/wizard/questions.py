@@ -13,8 +13,9 @@ from shardkit.wizard.prompter import Option
 from shardkit.wizard.question import Question, always
 
 
-def _in_review_only(when: str) -> str:
-    return "advanced" if when == "always" else f"advanced; {when}"
+def _in_review_only(one: Question) -> Question:
+    when = "advanced" if one.asked_when == "always" else f"advanced; {one.asked_when}"
+    return replace(one, asked=conditions.never, when=when)
 
 
 _FIRST = (
@@ -44,7 +45,6 @@ _FIRST = (
         options=yes_no("the launch starts all of its machines, with gcloud", "one TPU machine"),
         default=always(False, "the usual case"),
         applies=conditions.tpu,
-        when="TPU",
     ),
     Question(
         key="num_machines",
@@ -54,7 +54,6 @@ _FIRST = (
         applies=conditions.counts_machines,
         asked=conditions.machines_are_asked,
         label="machines",
-        when="several machines, SLURM, TPU pod",
     ),
     Question(
         key="address",
@@ -78,7 +77,6 @@ _FIRST = (
         default=always("c10d", "machines may start in any order"),
         applies=conditions.several,
         label="rendezvous",
-        when="several machines",
     ),
     Question(
         key="use_cpu",
@@ -100,7 +98,6 @@ _FIRST = (
         default=always("h100-80", "the default of shardkit plan"),
         applies=conditions.gpu_is_unknown,
         label="GPU",
-        when="GPUs of another machine",
         help_text="Its memory determines what fits. The answer is not written into the file; pass it to shardkit plan "
         "as --device.",
     ),
@@ -111,7 +108,6 @@ _FIRST = (
         read=readers.gpu_memory,
         applies=conditions.another_gpu,
         label="GPU memory",
-        when="another GPU",
         help_text="As shown by the driver, in GiB or GB.",
     ),
     Question(
@@ -135,7 +131,6 @@ _FIRST = (
         default=defaults.strategy,
         applies=conditions.splits,
         lines=numbers.strategy_lines,
-        when="more than one process, not on TPU",
         help_text="\n".join(f"{s.number} {s.value}: {text}." for s, text in options.STRATEGY_TEXTS.items()),
     ),
     Question(
@@ -145,7 +140,6 @@ _FIRST = (
         default=always("suggested", "all of them can also be changed in the review"),
         applies=conditions.shards,
         label="FSDP details",
-        when="strategies 1, 2, 4, 5",
         help_text="`one by one` asks for CPU offload, wrapping, the block classes or the minimum unit size, backward "
         "and forward prefetch, the state dict type and activation checkpointing.",
     ),
@@ -155,7 +149,6 @@ _FIRST = (
         default=always(None, "can be set later"),
         read=readers.optional_text,
         applies=conditions.pod,
-        when="TPU pod",
     ),
     Question(
         key="tpu_zone",
@@ -163,7 +156,6 @@ _FIRST = (
         default=always(None, "can be set later"),
         read=readers.optional_text,
         applies=conditions.pod,
-        when="TPU pod",
     ),
     Question(
         key="xla",
@@ -171,7 +163,6 @@ _FIRST = (
         options=yes_no("parameters, gradients, optimizer state sharded", "every core has the whole model"),
         default=always(True, "larger models fit"),
         applies=conditions.tpu,
-        when="TPU",
     ),
 )
 
@@ -183,7 +174,6 @@ _DETAILS = (
         options=options.offload,
         default=defaults.offload,
         applies=conditions.shards,
-        when="strategies 1, 2, 4, 5",
     ),
     Question(
         key="fsdp.auto_wrap_policy",
@@ -191,7 +181,6 @@ _DETAILS = (
         options=options.wrapping,
         default=defaults.wrapping,
         applies=conditions.wraps,
-        when="strategies 1, 2, 4, 5",
     ),
     Question(
         key="fsdp.transformer_layer_cls_to_wrap",
@@ -201,7 +190,6 @@ _DETAILS = (
         default=defaults.classes,
         read=readers.classes,
         applies=conditions.by_class,
-        when="TRANSFORMER_BASED_WRAP",
     ),
     Question(
         key="fsdp.min_num_params",
@@ -210,7 +198,6 @@ _DETAILS = (
         read=readers.whole_number(1),
         note=options.units_note,
         applies=conditions.by_size,
-        when="SIZE_BASED_WRAP",
     ),
     Question(
         key="fsdp.backward_prefetch",
@@ -218,7 +205,6 @@ _DETAILS = (
         options=options.prefetch,
         default=always("BACKWARD_PRE", "communication overlaps with computation"),
         applies=conditions.shards,
-        when="strategies 1, 2, 4, 5",
     ),
     Question(
         key="fsdp.forward_prefetch",
@@ -226,7 +212,6 @@ _DETAILS = (
         options=yes_no("helps where kernel launches are slow", "most models already overlap"),
         default=always(False, "in most models, communication already overlaps"),
         applies=conditions.shards,
-        when="strategies 1, 2, 4, 5",
     ),
     Question(
         key="fsdp.state_dict_type",
@@ -237,7 +222,6 @@ _DETAILS = (
         ),
         default=always("SHARDED_STATE_DICT", "fastest; loads on any number of processes"),
         applies=conditions.shards,
-        when="strategies 1, 2, 4, 5",
     ),
     Question(
         key="fsdp.activation_checkpointing",
@@ -245,7 +229,6 @@ _DETAILS = (
         options=yes_no("much less memory, about a third more compute", "activations stay in memory"),
         default=always(False, "fastest, if the activations fit"),
         applies=conditions.shards,
-        when="strategies 1, 2, 4, 5",
     ),
 )
 
@@ -256,7 +239,6 @@ _ADVANCED = (
         options=yes_no("least host memory", "every rank loads the whole model first"),
         default=always(True, "least host memory"),
         applies=conditions.shards,
-        when="strategies 1, 2, 4, 5",
     ),
     Question(
         key="fsdp.sync_module_states",
@@ -264,7 +246,6 @@ _ADVANCED = (
         options=yes_no("correct with any seeds", "correct only if every rank builds equal weights"),
         default=always(True, "correct with any seeds"),
         applies=conditions.shards,
-        when="strategies 1, 2, 4, 5",
     ),
     Question(
         key="shardkit.precision.reduce_dtype",
@@ -272,7 +253,6 @@ _ADVANCED = (
         options=options.reduce_dtypes,
         default=always(None, "fp32: smallest rounding error in the sum over ranks"),
         applies=conditions.shards,
-        when="strategies 1, 2, 4, 5",
     ),
     Question(
         key="shardkit.gradient_accumulation_steps",
@@ -292,7 +272,6 @@ _ADVANCED = (
         options=yes_no("faster steps after a slow first one", "no compile time"),
         default=always(False, "no compile time"),
         applies=conditions.not_tpu,
-        when="not on TPU",
     ),
     Question(
         key="shardkit.launch.max_restarts",
@@ -306,7 +285,6 @@ _ADVANCED = (
         default=always(None, "a lost machine ends the run, or restarts it"),
         read=readers.min_machines,
         applies=conditions.may_be_elastic,
-        when="several machines, not on TPU",
         help_text="With a number, machines may leave and join: the run goes on from the newest checkpoint.",
     ),
     Question(
@@ -315,7 +293,6 @@ _ADVANCED = (
         default=always(0, "set at launch, so that all machines share one file"),
         read=readers.machine_rank,
         applies=conditions.launches_on_each,
-        when="several machines",
     ),
     Question(
         key="same_network",
@@ -323,7 +300,6 @@ _ADVANCED = (
         options=yes_no("same network", "over the internet or a tunnel"),
         default=always(True, "the usual case"),
         applies=conditions.several,
-        when="several machines",
     ),
     Question(
         key="debug",
@@ -331,7 +307,6 @@ _ADVANCED = (
         options=yes_no("finds mismatches and NaN; slow", "full speed"),
         default=always(False, "full speed"),
         applies=conditions.many,
-        when="more than one process",
     ),
     Question(
         key="xla_fsdp_v2",
@@ -339,7 +314,6 @@ _ADVANCED = (
         options=yes_no("FSDP v2", "FSDP v1"),
         default=always(False, "shardkit trains with SPMD in either case"),
         applies=conditions.tpu_fsdp,
-        when="TPU with FSDP",
     ),
     Question(
         key="xla_fsdp_grad_ckpt",
@@ -347,7 +321,6 @@ _ADVANCED = (
         options=yes_no("much less memory, more compute", "activations are kept"),
         default=always(False, "fastest, if the activations fit"),
         applies=conditions.tpu_fsdp,
-        when="TPU with FSDP",
     ),
     Question(
         key="downcast_bf16",
@@ -355,7 +328,6 @@ _ADVANCED = (
         options=yes_no("half the memory", "parameters and optimizer state stay in fp32"),
         default=always(False, "small updates are not lost"),
         applies=conditions.tpu,
-        when="TPU",
     ),
     Question(
         key="main_training_function",
@@ -363,7 +335,6 @@ _ADVANCED = (
         default=always("main", "the usual name"),
         read=readers.identifier,
         applies=conditions.tpu,
-        when="TPU",
     ),
     Question(
         key="tpu_use_sudo",
@@ -371,7 +342,6 @@ _ADVANCED = (
         options=yes_no("it is started with sudo", "it runs as you"),
         default=always(False, "the usual case"),
         applies=conditions.pod,
-        when="TPU pod",
     ),
     Question(
         key="tpu_vm",
@@ -379,7 +349,6 @@ _ADVANCED = (
         default=always([], "all of them"),
         read=readers.names,
         applies=conditions.pod,
-        when="TPU pod",
     ),
     Question(
         key="tpu_env",
@@ -387,7 +356,6 @@ _ADVANCED = (
         default=always([], "none needed"),
         read=readers.pairs,
         applies=conditions.tpu,
-        when="TPU",
     ),
     Question(
         key="commands",
@@ -395,14 +363,16 @@ _ADVANCED = (
         default=always([], "none needed"),
         read=readers.commands,
         applies=conditions.pod,
-        when="TPU pod",
     ),
 )
 
 QUESTIONS: tuple[Question, ...] = (
     *_FIRST,
-    *(replace(one, asked=conditions.each_detail, when=f"{one.when}; advanced, or one by one") for one in _DETAILS),
-    *(replace(one, asked=conditions.never, when=_in_review_only(one.when)) for one in _ADVANCED),
+    *(
+        replace(one, asked=conditions.each_detail, when=f"{one.asked_when}; advanced, or one by one")
+        for one in _DETAILS
+    ),
+    *map(_in_review_only, _ADVANCED),
 )
 
 

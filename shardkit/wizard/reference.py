@@ -24,7 +24,7 @@ def _section(question: Question) -> str:
     lines = [f"## {question.title}", ""]
     if _yaml_name(question):
         lines.append(f"- key: `{_yaml_name(question)}`")
-    lines.append(f"- asked: {question.when}")
+    lines.append(f"- asked: {question.asked_when}")
     if not question.options(_example(question)) or question.kind == "several":
         lines.append("- answer: typed")
     for option in question.options(_example(question)):
