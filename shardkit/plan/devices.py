@@ -106,7 +106,10 @@ class Device:
         return peak_bytes + self.reserve_bytes <= (1 - SPARE) * self.memory_bytes
 
 
-_OF_GB200 = {"bf16": 2500e12, "fp16": 2500e12, "fp32": 80e12}
+def _peaks(bits_16: float, fp32: float) -> dict[str, float]:
+    """`Device.flops` of one that computes equally fast in bf16 and fp16."""
+    return {"bf16": bits_16, "fp16": bits_16, "fp32": fp32}
+
 
 # Memory: nvidia-smi's total. fp32 is TF32 off, torch's default for matrix products.
 # A100: https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-nvidia-us-2188504-web.pdf
@@ -184,54 +187,50 @@ _OF_GB200 = {"bf16": 2500e12, "fp16": 2500e12, "fp32": 80e12}
 #   devices, an assumption.
 # CPU: 0.1 TFLOPS a rank and 10 Gb/s between machines, round numbers to replace by your own.
 DEVICES = {
-    "a100-pcie": Device("A100 PCIe", 81920 * MIB, {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 32e9, 1.5e9),
-    "a100-40": Device("A100 40 GB", 40960 * MIB, {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 300e9, 25e9),
-    "a100-80": Device("A100 80 GB", 81920 * MIB, {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 300e9, 25e9),
-    "a800-80": Device("A800 80 GB", 81920 * MIB, {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 200e9, 25e9),
-    "h100-pcie": Device("H100 PCIe 80 GB", 81559 * MIB, {"bf16": 756e12, "fp16": 756e12, "fp32": 51e12}, 64e9, 1.5e9),
-    "h100-nvl": Device("H100 NVL 94 GB", 95830 * MIB, {"bf16": 835e12, "fp16": 835e12, "fp32": 60e12}, 64e9, 1.5e9),
-    "h100-96": Device("H100 96 GB", 97871 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 450e9, 50e9),
-    "h100-80": Device("H100 80 GB", 81559 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 450e9, 50e9),
-    "h800-80": Device("H800 80 GB", 81559 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 200e9, 50e9),
-    "gh200-96": Device("GH200 96 GB", 97871 * MIB, {"bf16": 990e12, "fp16": 990e12, "fp32": 67e12}, 450e9, 50e9),
-    "gb200-186": Device("GB200", 189471 * MIB, _OF_GB200, 900e9, 50e9, ranks_per_machine=4, joined=72),
-    "gb300-288": Device("GB300", 284208 * MIB, _OF_GB200, 900e9, 100e9, ranks_per_machine=4, joined=72),
-    "h20-96": Device("H20 96 GB", 97871 * MIB, {"bf16": 148e12, "fp16": 148e12, "fp32": 44e12}, 450e9, 50e9),
+    "a100-pcie": Device("A100 PCIe", 81920 * MIB, _peaks(312e12, 19.5e12), 32e9, 1.5e9),
+    "a100-40": Device("A100 40 GB", 40960 * MIB, _peaks(312e12, 19.5e12), 300e9, 25e9),
+    "a100-80": Device("A100 80 GB", 81920 * MIB, _peaks(312e12, 19.5e12), 300e9, 25e9),
+    "a800-80": Device("A800 80 GB", 81920 * MIB, _peaks(312e12, 19.5e12), 200e9, 25e9),
+    "h100-pcie": Device("H100 PCIe 80 GB", 81559 * MIB, _peaks(756e12, 51e12), 64e9, 1.5e9),
+    "h100-nvl": Device("H100 NVL 94 GB", 95830 * MIB, _peaks(835e12, 60e12), 64e9, 1.5e9),
+    "h100-96": Device("H100 96 GB", 97871 * MIB, _peaks(989e12, 67e12), 450e9, 50e9),
+    "h100-80": Device("H100 80 GB", 81559 * MIB, _peaks(989e12, 67e12), 450e9, 50e9),
+    "h800-80": Device("H800 80 GB", 81559 * MIB, _peaks(989e12, 67e12), 200e9, 50e9),
+    "gh200-96": Device("GH200 96 GB", 97871 * MIB, _peaks(990e12, 67e12), 450e9, 50e9),
+    "gb200-186": Device("GB200", 189471 * MIB, _peaks(2500e12, 80e12), 900e9, 50e9, ranks_per_machine=4, joined=72),
+    "gb300-288": Device("GB300", 284208 * MIB, _peaks(2500e12, 80e12), 900e9, 100e9, ranks_per_machine=4, joined=72),
+    "h20-96": Device("H20 96 GB", 97871 * MIB, _peaks(148e12, 44e12), 450e9, 50e9),
     "v100-pcie": Device("V100 PCIe", 16384 * MIB, {"fp16": 112e12, "fp32": 14e12}, 16e9, 1.5e9),
     "v100-16": Device("V100 16 GB", 16384 * MIB, {"fp16": 125e12, "fp32": 15.7e12}, 150e9, 6.25e9),
     "v100-32": Device("V100 32 GB", 32768 * MIB, {"fp16": 125e12, "fp32": 15.7e12}, 150e9, 6.25e9),
     "t4-16": Device("T4 16 GB", 15360 * MIB, {"fp16": 65e12, "fp32": 8.1e12}, 16e9, 1.5e9),
-    "a40-48": Device("A40 48 GB", 46068 * MIB, {"bf16": 149.7e12, "fp16": 149.7e12, "fp32": 37.4e12}, 32e9, 1.5e9),
-    "a6000-48": Device("RTX A6000", 49140 * MIB, {"bf16": 154.8e12, "fp16": 154.8e12, "fp32": 38.7e12}, 32e9, 1.5e9),
-    "l40s-48": Device("L40S 48 GB", 46068 * MIB, {"bf16": 362e12, "fp16": 362e12, "fp32": 91.6e12}, 32e9, 1.5e9),
-    "6000-pro-96": Device(
-        "RTX PRO 6000", 97887 * MIB, {"bf16": 503.8e12, "fp16": 503.8e12, "fp32": 126e12}, 64e9, 1.5e9
-    ),
-    "6000-ada-48": Device(
-        "RTX 6000 Ada", 49140 * MIB, {"bf16": 364.2e12, "fp16": 364.2e12, "fp32": 91.1e12}, 32e9, 1.5e9
-    ),
-    "l40-48": Device("L40 48 GB", 46068 * MIB, {"bf16": 181e12, "fp16": 181e12, "fp32": 90.5e12}, 32e9, 1.5e9),
-    "a10g-24": Device("A10G 24 GB", 23028 * MIB, {"bf16": 70e12, "fp16": 70e12, "fp32": 35e12}, 32e9, 1.5e9),
-    "a10-24": Device("A10 24 GB", 23028 * MIB, {"bf16": 125e12, "fp16": 125e12, "fp32": 31.2e12}, 32e9, 1.5e9),
-    "3090-24": Device("RTX 3090", 24576 * MIB, {"bf16": 71e12, "fp16": 71e12, "fp32": 35.6e12}, 32e9, 1.5e9),
-    "mi250-64": Device("MI250", 65520 * MIB, {"bf16": 181e12, "fp16": 181e12, "fp32": 45.2e12}, 50e9, 12.5e9),
-    "mi250x-64": Device("MI250X", 65520 * MIB, {"bf16": 191.5e12, "fp16": 191.5e12, "fp32": 47.8e12}, 50e9, 12.5e9),
-    "mi300x-192": Device("MI300X", 196608 * MIB, {"bf16": 1307e12, "fp16": 1307e12, "fp32": 163.4e12}, 448e9, 50e9),
-    "mi325x-256": Device("MI325X", 262144 * MIB, {"bf16": 1307e12, "fp16": 1307e12, "fp32": 163.4e12}, 448e9, 50e9),
-    "mi350x-288": Device("MI350X", 294896 * MIB, {"bf16": 2300e12, "fp16": 2300e12, "fp32": 144.2e12}, 535e9, 50e9),
-    "mi355x-288": Device("MI355X", 294896 * MIB, {"bf16": 2500e12, "fp16": 2500e12, "fp32": 157.3e12}, 535e9, 50e9),
-    "h200-nvl": Device("H200 NVL 141 GB", 143771 * MIB, {"bf16": 835e12, "fp16": 835e12, "fp32": 60e12}, 64e9, 1.5e9),
-    "h200-141": Device("H200 141 GB", 143771 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 450e9, 50e9),
-    "b200-180": Device("B200 180 GB", 183359 * MIB, {"bf16": 2250e12, "fp16": 2250e12, "fp32": 75e12}, 900e9, 50e9),
-    "b300-288": Device("B300", 275040 * MIB, {"bf16": 2250e12, "fp16": 2250e12, "fp32": 75e12}, 900e9, 100e9),
-    "l4-24": Device("L4 24 GB", 23034 * MIB, {"bf16": 121e12, "fp16": 121e12, "fp32": 30.3e12}, 32e9, 1.5e9),
-    "4090-24": Device("RTX 4090", 24564 * MIB, {"bf16": 165.2e12, "fp16": 165.2e12, "fp32": 82.6e12}, 32e9, 1.5e9),
-    "5090-32": Device("RTX 5090", 32607 * MIB, {"bf16": 209.5e12, "fp16": 209.5e12, "fp32": 104.8e12}, 64e9, 1.5e9),
+    "a40-48": Device("A40 48 GB", 46068 * MIB, _peaks(149.7e12, 37.4e12), 32e9, 1.5e9),
+    "a6000-48": Device("RTX A6000", 49140 * MIB, _peaks(154.8e12, 38.7e12), 32e9, 1.5e9),
+    "l40s-48": Device("L40S 48 GB", 46068 * MIB, _peaks(362e12, 91.6e12), 32e9, 1.5e9),
+    "6000-pro-96": Device("RTX PRO 6000", 97887 * MIB, _peaks(503.8e12, 126e12), 64e9, 1.5e9),
+    "6000-ada-48": Device("RTX 6000 Ada", 49140 * MIB, _peaks(364.2e12, 91.1e12), 32e9, 1.5e9),
+    "l40-48": Device("L40 48 GB", 46068 * MIB, _peaks(181e12, 90.5e12), 32e9, 1.5e9),
+    "a10g-24": Device("A10G 24 GB", 23028 * MIB, _peaks(70e12, 35e12), 32e9, 1.5e9),
+    "a10-24": Device("A10 24 GB", 23028 * MIB, _peaks(125e12, 31.2e12), 32e9, 1.5e9),
+    "3090-24": Device("RTX 3090", 24576 * MIB, _peaks(71e12, 35.6e12), 32e9, 1.5e9),
+    "mi250-64": Device("MI250", 65520 * MIB, _peaks(181e12, 45.2e12), 50e9, 12.5e9),
+    "mi250x-64": Device("MI250X", 65520 * MIB, _peaks(191.5e12, 47.8e12), 50e9, 12.5e9),
+    "mi300x-192": Device("MI300X", 196608 * MIB, _peaks(1307e12, 163.4e12), 448e9, 50e9),
+    "mi325x-256": Device("MI325X", 262144 * MIB, _peaks(1307e12, 163.4e12), 448e9, 50e9),
+    "mi350x-288": Device("MI350X", 294896 * MIB, _peaks(2300e12, 144.2e12), 535e9, 50e9),
+    "mi355x-288": Device("MI355X", 294896 * MIB, _peaks(2500e12, 157.3e12), 535e9, 50e9),
+    "h200-nvl": Device("H200 NVL 141 GB", 143771 * MIB, _peaks(835e12, 60e12), 64e9, 1.5e9),
+    "h200-141": Device("H200 141 GB", 143771 * MIB, _peaks(989e12, 67e12), 450e9, 50e9),
+    "b200-180": Device("B200 180 GB", 183359 * MIB, _peaks(2250e12, 75e12), 900e9, 50e9),
+    "b300-288": Device("B300", 275040 * MIB, _peaks(2250e12, 75e12), 900e9, 100e9),
+    "l4-24": Device("L4 24 GB", 23034 * MIB, _peaks(121e12, 30.3e12), 32e9, 1.5e9),
+    "4090-24": Device("RTX 4090", 24564 * MIB, _peaks(165.2e12, 82.6e12), 32e9, 1.5e9),
+    "5090-32": Device("RTX 5090", 32607 * MIB, _peaks(209.5e12, 104.8e12), 64e9, 1.5e9),
     "tpu-v5e": Device("TPU v5e", 16 * GIB, {"bf16": 197e12}, 200e9, 3.1e9, joined=256),
     "tpu-v5p": Device("TPU v5p", 95 * GIB, {"bf16": 459e12}, 600e9, 6.25e9, ranks_per_machine=4, joined=8960),
     "tpu-v7x": Device("TPU7x", 96 * GIB, {"bf16": 1153.5e12}, 300e9, 6.25e9, joined=18432),
     "tpu-v6e": Device("TPU v6e", 32 * GIB, {"bf16": 918e12}, 400e9, 12.5e9, joined=256),
-    "cpu": Device("CPU", None, {"bf16": 0.1e12, "fp16": 0.1e12, "fp32": 0.1e12}, 10e9, 1.25e9, reserve_bytes=0),
+    "cpu": Device("CPU", None, _peaks(0.1e12, 0.1e12), 10e9, 1.25e9, reserve_bytes=0),
 }
 
 # https://developer.nvidia.com/cuda-gpus
