@@ -44,7 +44,6 @@ def doctor(
     """Test what a run with this configuration needs, and advise what to change. With several machines: run it on each,
     as `shardkit launch`. The exit code is not 0 if a run would fail."""
     from shardkit.config import files
-    from shardkit.config.command import settings_from
     from shardkit.launch import declining, flags
 
     given = {
@@ -53,9 +52,7 @@ def doctor(
         "machine_rank": options.by("--machine-rank", machine_rank),
         "use_cpu": options.by("--cpu", "true" if cpu else None),
     }
-    chosen, problems = flags.read_all(
-        given, (flags.main_settings, main), *((settings_from, [setting]) for setting in settings or [])
-    )
+    chosen, problems = flags.read_all(given, (flags.main_settings, main), settings=settings)
     loaded = problems.of(files.resolve, config, chosen)
     if problems.lines and (known := declining.with_address(config, chosen)):
         declining.tell_others(known.config, "\n".join(problems.lines))

@@ -74,7 +74,6 @@ def launch(
 ) -> None:
     """Start SCRIPT on several ranks. Arguments after the script are passed to it; options before it override the
     file."""
-    from shardkit.config.command import settings_from
     from shardkit.launch import flags
 
     given = {
@@ -89,7 +88,7 @@ def launch(
         (flags.main_settings, main),
         (flags.fsdp_settings, fsdp),
         (flags.fsdp_file_settings, fsdp_config),
-        *((settings_from, [setting]) for setting in settings or []),
+        settings=settings,
     )
     command = [module, *(script or [])] if module else list(script or [])
     switches = flags.Switches(no_prefix, measure, force, as_accelerate, flags.words_in(accelerates_meaning))

@@ -102,7 +102,6 @@ def submit(
     """Make a job for a scheduler that runs SCRIPT. Arguments after the script are passed to it; options before it
     override the file."""
     from shardkit.cli.config import target_problem, write_target
-    from shardkit.config.command import settings_from
     from shardkit.launch import flags
     from shardkit.submit.making import Asked, job_for
 
@@ -114,7 +113,7 @@ def submit(
         given,
         (flags.fsdp_settings, fsdp),
         (flags.fsdp_file_settings, fsdp_config),
-        *((settings_from, [setting]) for setting in settings or []),
+        settings=settings,
     )
     switches = flags.Switches(no_prefix, measure, False, as_accelerate, flags.words_in(accelerates_meaning))
     asked = Asked(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.config import document, hardware, host_port
+from shardkit.config.command import settings_from
 from shardkit.config.layers import FlagValue, clashes
 from shardkit.config.scheduler import machine_range
 from shardkit.config.schema import ShardingStrategy
@@ -153,21 +154,23 @@ def words_in(texts: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def read_all(
-    plain: Mapping[str, str | None], *given: tuple[Callable[[Any], dict[str, str]], Any]
+    plain: Mapping[str, str | None],
+    *given: tuple[Callable[[Any], dict[str, str]], Any],
+    settings: Sequence[str] | None = None,
 ) -> tuple[dict[str, str], Problems]:
     """The settings in flags, and the problems of all flags. `plain`: {setting: value, None: not given}; `given`: flags
-    that a function reads. Later ones of one flag take precedence; different flags that
+    that a function reads; `settings`: those of `--set`. Later ones of one flag take precedence; different flags that
     contradict each other are a problem."""
-    settings = {name: value for name, value in plain.items() if value is not None}
+    found = {name: value for name, value in plain.items() if value is not None}
     problems = Problems()
-    for name, value in list(settings.items()):
+    for name, value in list(found.items()):
         if not value.strip():
-            problems.add(_without_value(getattr(settings.pop(name), "flag", name)))
-    for read, argument in given:
+            problems.add(_without_value(getattr(found.pop(name), "flag", name)))
+    for read, argument in (*given, *((settings_from, [one]) for one in settings or [])):
         more = (problems.of(read, argument) if argument is not None else None) or {}
-        problems.lines += clashes(settings, more)
-        settings |= more
-    return settings, problems
+        problems.lines += clashes(found, more)
+        found |= more
+    return found, problems
 
 
 def _without_value(flag: str) -> str:

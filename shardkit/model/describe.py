@@ -43,6 +43,11 @@ class TransformerFacts:
     windowed: int | None = None
     gaps: tuple[str, ...] = ()
 
+    @property
+    def width_of_head(self) -> int:
+        """Elements of one head's query."""
+        return self.head_dim or self.hidden // self.heads
+
 
 @dataclass(frozen=True)
 class ModelDescription:

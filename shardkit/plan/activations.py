@@ -77,13 +77,12 @@ def of_transformer(
 
 def block_token_bytes(facts: TransformerFacts, itemsize: int) -> int:
     """Bytes that one block saves per token: its elements, softmax statistics, and fp32 copies of norms."""
-    head_dim = facts.head_dim or facts.hidden // facts.heads
     size = block_numel(facts) * itemsize + facts.heads * _FP32_BYTES
     if facts.normalizes_in_fp32:  # the input in fp32, one factor a row (RMSNorm as Transformers writes it), twice
         size += 2 * (facts.hidden + 1) * _FP32_BYTES
     if facts.normalizes_heads:  # the same of every query and key, and what was normalized
         heads = facts.heads + facts.key_value_heads
-        size += heads * (head_dim * (_FP32_BYTES + itemsize) + _FP32_BYTES)
+        size += heads * (facts.width_of_head * (_FP32_BYTES + itemsize) + _FP32_BYTES)
     return size
 
 
@@ -94,7 +93,6 @@ def block_numel(facts: TransformerFacts) -> int:
     output; key-value heads x head_dim each: keys, values; feed-forward width each: its hidden layer before and after
     the activation function (only after, if backward needs no more), and, if gated, the gate and the product.
     """
-    head_dim = facts.head_dim or facts.hidden // facts.heads
-    attention = 2 * head_dim * (facts.heads + facts.key_value_heads)
+    attention = 2 * facts.width_of_head * (facts.heads + facts.key_value_heads)
     inner = (4 if facts.is_gated else 2) - (0 if facts.keeps_function_input else 1)
     return 4 * facts.hidden + attention + inner * facts.feed_forward

@@ -202,26 +202,34 @@ def _phases(answer: Answer, step: float, bottom: float) -> list[str]:
     return parts
 
 
+def limit_text(answer: Answer, limit: int) -> str:
+    """What stands at the line of the device's memory."""
+    return f"{answer.request.device.name}: {in_words(limit)}"
+
+
+def peak_text(row: Row) -> str:
+    """What stands at the peak over time."""
+    return f"peak {in_words(row.memory.peak.total)}, {row.memory.moment}"
+
+
 def _limit_across(answer: Answer, vertical: Axis) -> list[str]:
     limit = answer.request.device.memory_bytes
     if not limit or limit > vertical.maximum:
         return []
     y = vertical.at(limit)
-    name = f"{answer.request.device.name}: {in_words(limit)}"
     return [
         f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="black" stroke-width="2" '
         'stroke-dasharray="9 5"/>',
-        _over(_text(_LEFT + 8, y - 6, name, weight="bold")),
+        _over(_text(_LEFT + 8, y - 6, limit_text(answer, limit), weight="bold")),
     ]
 
 
 def _peak_mark(row: Row, index: int, step: float, vertical: Axis) -> list[str]:
     x, y = _LEFT + (index + 0.5) * step, vertical.at(row.memory.peak.total)
     anchor = "start" if x < _WIDTH / 2 else "end"
-    text = f"peak {in_words(row.memory.peak.total)}, {row.memory.moment}"
     return [
         f'<path d="M{x:.1f} {y:.1f}l-6 -11h12z" fill="black"/>',
-        _over(_text(x + (10 if anchor == "start" else -10), y - 12, text, anchor=anchor, weight="bold")),
+        _over(_text(x + (10 if anchor == "start" else -10), y - 12, peak_text(row), anchor=anchor, weight="bold")),
     ]
 
 
@@ -244,8 +252,8 @@ def _bars(answer: Answer, top: float) -> list[str]:
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top - 8:.1f}" y2="{bottom:.1f}" stroke="black" stroke-width="2" '
             'stroke-dasharray="9 5"/>'
         )
-        name = f"{answer.request.device.name}: {in_words(limit)}"
-        parts.append(_text(x, bottom + 16, name, anchor="middle" if x > _LEFT + 80 else "start", weight="bold"))
+        anchor = "middle" if x > _LEFT + 80 else "start"
+        parts.append(_text(x, bottom + 16, limit_text(answer, limit), anchor=anchor, weight="bold"))
     for index, row in enumerate(answer.rows):
         parts += _bar_labels(answer, row, horizontal, top + index * (_BAR_HEIGHT + _BAR_GAP))
     return parts

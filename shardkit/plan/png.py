@@ -10,7 +10,9 @@ from shardkit.plan.plot import (
     NAMES,
     bars_maximum,
     fits_mark,
+    limit_text,
     maximum,
+    peak_text,
     phases,
     subtitle,
     ticks,
@@ -52,13 +54,13 @@ def _draw_timeline(answer: Answer, axes: Any) -> None:
     peak = row.memory.peak.total / scale
     axes.plot([at + 0.5], [peak], marker="v", color="black")
     is_left = at < len(moments) / 2
-    text = f"peak {in_words(row.memory.peak.total)}, {row.memory.moment}"
-    _write(axes, text, (at + 0.5, peak), (8 if is_left else -8, 2), va="bottom", ha="left" if is_left else "right")
+    shift, side = (8, "left") if is_left else (-8, "right")
+    _write(axes, peak_text(row), (at + 0.5, peak), (shift, 2), va="bottom", ha=side)
     limit = answer.request.device.memory_bytes
     if limit and limit <= end:
         axes.axhline(limit / scale, color="black", linestyle="--")
-        name = f"{answer.request.device.name}: {in_words(limit)}"
-        _write(axes, name, (0, limit / scale), (4, 2), va="bottom", ha="left", fontweight="bold")
+        text = limit_text(answer, limit)
+        _write(axes, text, (0, limit / scale), (4, 2), va="bottom", ha="left", fontweight="bold")
     axes.figure.legend(loc="outside lower center", ncols=len(CATEGORIES), fontsize="small")
 
 

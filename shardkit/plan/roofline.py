@@ -165,7 +165,7 @@ def work_per_token(tree: ModuleNode, facts: TransformerFacts, seq_len: int) -> W
         forward += 2.0 * parameter.numel * share
         inputs += 0.0 if is_before else 2.0 * parameter.numel * share
         own += 2.0 * parameter.numel * share if parameter.trainable else 0.0
-    width = facts.heads * (facts.head_dim or facts.hidden // facts.heads)
+    width = facts.heads * facts.width_of_head
     attention = 4.0 * width * _tokens_seen(facts, seq_len)
     return Work(forward + attention, inputs + own + (0.0 if is_before else 2.0 * attention))
 

@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from types import NoneType
 from typing import Any
 
 from shardkit.errors import UsageError
 
 Step = float | int | str | None
+
+_PLAIN = (bool, int, float, str, NoneType)
 
 MEASURED = "speed/"
 """How the names begin of what a run measures of itself (`shardkit.log_speed`)."""
@@ -104,7 +107,7 @@ def refuse_others(values: Any, step: Any, objects_are_taken: bool) -> None:
 
 def is_object(value: Any) -> bool:
     """Whether the value is neither number, text, tensor nor array: an image, a table, a list."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, _PLAIN):
         return False
     return not hasattr(value, "full_tensor") and not callable(getattr(value, "item", None))
 
@@ -112,8 +115,8 @@ def is_object(value: Any) -> bool:
 def plain(value: Any) -> float | int | str | bool | None:
     """A Python number or text; as text what is neither, such as a complex number or a date. Reading a device tensor
     synchronizes the device."""
-    found = value if value is None or isinstance(value, (bool, int, float, str)) else value.item()
-    return found if found is None or isinstance(found, (bool, int, float, str)) else str(found)
+    found = value if isinstance(value, _PLAIN) else value.item()
+    return found if isinstance(found, _PLAIN) else str(found)
 
 
 def config_as_json(values: Mapping[str, Any]) -> str:
@@ -136,7 +139,7 @@ def _number_or_text(value: Any) -> Any:
 def _problem(name: Any, value: Any) -> str | None:
     if not isinstance(name, str):
         return f"a name must be text (got {type(name).__name__})"
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, _PLAIN):
         return None
     if hasattr(value, "full_tensor"):
         return "a sharded tensor (got a DTensor)"
