@@ -4,7 +4,7 @@ and makes a folder."""
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,29 +198,28 @@ def _compared(answers: list[Any]) -> dict[str, Any]:
 
 
 def _different_requests(given: list[dict[str, Any]], hosts: list[str]) -> list[str]:
-    problems = []
-    for key, expected in given[0].items():
-        for host, other in zip(hosts, given, strict=True):
-            if other[key] != expected:
-                both = f"{expected} on {hosts[0]}, {other[key]} on {host}"
-                problems.append(
-                    f"the ranks do not save the same {key}: {both}; give save_state the same arguments on all ranks"
-                )
-                break
-    return problems
+    return [
+        f"the ranks do not save the same {key}: {given[0][key]} on {hosts[0]}, {other} on {host}; give save_state the "
+        "same arguments on all ranks"
+        for key, other, host in _first_different(given, hosts)
+    ]
 
 
 def _different_tensors(given: list[dict[str, str]], hosts: list[str]) -> list[str]:
-    problems = []
-    for section in dict.fromkeys(section for one in given for section in one):
-        for host, other in zip(hosts, given, strict=True):
-            if other.get(section) != given[0].get(section):
-                problems.append(
-                    f"{section}: the tensors on {host} differ from those on {hosts[0]} in names, shapes, dtypes or "
-                    "placements; prepare and register the same objects on all ranks"
-                )
+    return [
+        f"{section}: the tensors on {host} differ from those on {hosts[0]} in names, shapes, dtypes or placements; "
+        "prepare and register the same objects on all ranks"
+        for section, _, host in _first_different(given, hosts)
+    ]
+
+
+def _first_different(given: list[dict[str, Any]], hosts: list[str]) -> Iterator[tuple[str, Any, str]]:
+    """Of each key whose values differ: the key, the first value that is not rank 0's, and whose it is."""
+    for key in dict.fromkeys(key for one in given for key in one):
+        for one, host in zip(given, hosts, strict=True):
+            if one.get(key) != given[0].get(key):
+                yield key, one.get(key), host
                 break
-    return problems
 
 
 def _check_free_space(final: Path, needed: int) -> None:

@@ -102,9 +102,9 @@ class Captured:
     """A captured training state. Tensors share memory with the live objects."""
 
     index: Index
-    tensors: dict[str, dict[str, torch.Tensor]]
-    common: dict[str, Any]
-    own: dict[str, Any]
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    common: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
     items: dict[str, Item] = field(default_factory=dict)
     own_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """Per-rank tensors, by `<section>:<name>`; see `per_rank`."""
@@ -224,7 +224,8 @@ def name_in_run(model: int, fqn: str) -> str:
 def capture(live: Live, kind: Kind, rank: int, world_size: int) -> Captured:
     """Capture the current state. Tensors share memory, other values are copied. Index entries of sharded tensors and of
     models are equal on all ranks; the other values are in `items`, too."""
-    taken = _Capture(Index(kind, world_size))
+    found = Captured(Index(kind, world_size), common={"optimizers": [], "objects": {}})
+    taken = _Capture(found)
     for number, model in enumerate(live.models):
         if number not in live.elsewhere:
             taken.add_model(model, section_name("model", number))
@@ -236,31 +237,23 @@ def capture(live: Live, kind: Kind, rank: int, world_size: int) -> Captured:
     for name, value in states.items():
         taken.add(name, ("objects", name), value, "objects", name, Mesh((1,)))
     loaders = {name: values.encode(it.state_dict(), name) for name, it in live.loaders.items()}
-    taken.index.sort()
+    found.index.sort()
     seed = live.seed if live.seed is not None else torch.initial_seed()
-    classes = {"classes": found} if (found := live.classes()) else {}
-    common = {**taken.common, "loaders": loaders, "seed": seed, **classes}
-    own = {"loaders": loaders, "rng": random_state.capture(rank, live.random_states), **classes}
-    return Captured(
-        taken.index, taken.tensors, common, own, taken.items, {}, taken.buffers, taken.weights, taken.packed
-    )
+    classes = {"classes": known} if (known := live.classes()) else {}
+    found.common |= {"loaders": loaders, "seed": seed, **classes}
+    found.own = {"loaders": loaders, "rng": random_state.capture(rank, live.random_states), **classes}
+    return found
 
 
 class _Capture:
-    """A capture in progress."""
+    """A capture in progress, which fills `found`."""
 
-    def __init__(self, index: Index) -> None:
-        self.index = index
-        self.tensors: dict[str, dict[str, torch.Tensor]] = {}
-        self.common: dict[str, Any] = {"optimizers": [], "objects": {}}
-        self.items: dict[str, Item] = {}
-        self.buffers: dict[str, torch.Tensor] = {}
-        self.weights: dict[str, dict[str, torch.Tensor]] = {}
-        self.packed: set[tuple[str, str]] = set()
+    def __init__(self, found: Captured) -> None:
+        self.found, self.index = found, found.index
         self.extra_states: dict[str, dict[str, Any]] = {}
 
     def begin(self, section: str) -> None:
-        self.index.sections[section], self.index.aliases[section], self.tensors[section] = {}, {}, {}
+        self.index.sections[section], self.index.aliases[section], self.found.tensors[section] = {}, {}, {}
 
     def store(self, section: str, name: str, tensor: torch.Tensor, holders: Mesh, where: str) -> None:
         if name in self.index.sections[section]:
@@ -268,7 +261,7 @@ class _Capture:
         if local_part(tensor).is_meta:
             raise CheckpointError(f"{where}: has no values (got a tensor on the meta device); fill it before a save.")
         self.index.sections[section][name] = tensors.entry_of(tensor, self.index, holders, where)
-        self.tensors[section][name] = tensor
+        self.found.tensors[section][name] = tensor
 
     def add_model(self, model: nn.Module, section: str) -> None:
         everyone, first = Mesh((self.index.world_size,)), Mesh((1,))
@@ -286,9 +279,11 @@ class _Capture:
             # Replicas of a buffer may differ (batch norm): rank 0 writes it alone, so that the result is not a mix.
             self.store(section, name, tensor, everyone if name in parameters else first, f"{section}: {name}")
             if is_drifting and name not in parameters and not isinstance(tensor, DTensor):
-                self.buffers[f"{section}: {name}"] = tensor
-        self.weights[section] = {name: tensor for name, tensor in self.tensors[section].items() if name in parameters}
-        self.packed |= {(section, name) for name, parameter in parameters.items() if packed.holds_bits(parameter)}
+                self.found.buffers[f"{section}: {name}"] = tensor
+        self.found.weights[section] = {
+            name: tensor for name, tensor in self.found.tensors[section].items() if name in parameters
+        }
+        self.found.packed |= {(section, name) for name, parameter in parameters.items() if packed.holds_bits(parameter)}
 
     def add_optimizer(self, optimizer: Optimizer, number: int, names: Mapping[int, str]) -> None:
         """Add param groups and other values as JSON, and tensors to the index."""
@@ -297,7 +292,7 @@ class _Capture:
         self.begin(section)
         groups = [{"params": members, "settings": {}} for members, _ in found.groups]
         whole = {"is_whole": True} if found.is_whole else {}
-        self.common["optimizers"].append({"groups": groups, "plain": {}, **whole})
+        self.found.common["optimizers"].append({"groups": groups, "plain": {}, **whole})
         for position, (_, settings) in enumerate(found.groups):
             label = f"{section}.param_groups[{position}]"
             self.add(label, (*at, "groups", position, "settings"), settings, section, label, everyone)
@@ -338,10 +333,10 @@ class _Capture:
         except RecursionError:
             raise CheckpointError(f"{label}: contains itself, or is nested too deeply to be saved.") from None
         if not isinstance(value, DTensor):
-            self.items[label] = Item(at, encoded, section, tuple(plain), is_replicated)
+            self.found.items[label] = Item(at, encoded, section, tuple(plain), is_replicated)
         # A parameter's tensor is found by its name, `<fqn>/<key>`.
         if not (isinstance(value, torch.Tensor) and fqn_at(at) and "/" not in str(at[-1])):
-            put(self.common, at, encoded)
+            put(self.found.common, at, encoded)
 
 
 def fqn_at(at: Sequence[str | int]) -> str | None:
