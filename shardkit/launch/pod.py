@@ -105,11 +105,7 @@ def run(lines: Sequence[Sequence[str]]) -> None:
             "`shardkit launch` with tpu_use_cluster: false on each machine of the pod (--dry-run shows the commands)."
         )
     running: list[subprocess.Popen[bytes]] = []
-
-    def end_it(number: int, frame: object) -> None:
-        raise RankFailure(f"launch: {signal.Signals(number).name} ended the commands of all machines.", 128 + number)
-
-    with signals.handled((signal.SIGTERM, signal.SIGHUP), end_it):
+    with signals.end_it_with_an_error("ended the commands of all machines", (signal.SIGTERM, signal.SIGHUP)):
         try:
             for line in lines:
                 with signals.held():

@@ -66,15 +66,16 @@ def handled(numbers: Sequence[int], handler: Callable[[int, object], None]) -> I
 
 
 @contextlib.contextmanager
-def end_it_with_an_error() -> Iterator[None]:
-    """Inside, SIGTERM, SIGUSR1 and SIGHUP raise RankFailure, so that other machines are told at once, and what is open
-    is closed. For a launch without ranks."""
+def end_it_with_an_error(
+    what: str = "while no ranks ran here", numbers: Sequence[int] = tuple(set(ENDING) - {signal.SIGINT})
+) -> Iterator[None]:
+    """Inside, these signals (SIGTERM, SIGUSR1 and SIGHUP) raise RankFailure, so that other machines are told at once,
+    and what is open is closed. For a launch without ranks."""
 
     def end_it(number: int, frame: object) -> None:
-        name = signal.Signals(number).name
-        raise RankFailure(f"launch: {name} while no ranks ran here.", 128 + number)
+        raise RankFailure(f"launch: {signal.Signals(number).name} {what}.", 128 + number)
 
-    with handled([number for number in ENDING if number != signal.SIGINT], end_it):
+    with handled(numbers, end_it):
         yield
 
 
