@@ -200,6 +200,8 @@ def name_odd_folders(project):
         run[0].save_state(project / "notes.txt")
     with pytest.raises(CheckpointError, match="no such folder"):
         run[0].load_state(project / "rnu")
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        run[0].load_state("/")
 
 
 def test_odd_folders_are_told_apart(ranks, tmp_path):

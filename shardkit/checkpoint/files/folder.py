@@ -242,6 +242,8 @@ def read_latest(root: Place) -> str | None:
 
 def heal(final: Path) -> None:
     """Rename the checkpoint back that a crash in the middle of a replacement left under its `.old-` name."""
+    if not final.name:  # the root of the file system
+        return
     aside = final.with_name(f"{_OLD}{final.name}")
     if aside.is_dir() and not final.exists():
         with suppress(OSError):  # the writer was faster, or the file system is read-only
