@@ -295,6 +295,20 @@ def test_other_files_in_a_replaced_checkpoint_are_kept(ranks, tmp_path):
     assert ranks.run(1, replace_with_a_files_namesake, tmp_path) == [("new", "keep me")]
 
 
+def replace_a_mix(project):
+    run = run_of(project)
+    path = run[0].save_state(project / "mine")
+    (path / "model" / "r00002-of-00003.safetensors").write_text("of another checkpoint")
+    run[0].save_state(path)
+    run[0].load_state(path)
+    (kept,) = project.glob("mine.replaced-*")
+    return [item.name for item in (kept / "model").glob("r00002-*")]
+
+
+def test_files_of_another_checkpoint_do_not_come_into_the_new_one(ranks, tmp_path):
+    assert ranks.run(1, replace_a_mix, tmp_path) == [["r00002-of-00003.safetensors"]]
+
+
 @pytest.mark.fault_row(4)
 def test_a_named_checkpoint_is_replaced_as_a_whole(ranks, tmp_path):
     assert ranks.run(2, replace_one, tmp_path) == [(3, ["mine"])] * 2

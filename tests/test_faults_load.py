@@ -155,7 +155,7 @@ def test_swapped_shards_and_strange_files_are_found(copy):
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_bytes(b"an operating system's")
     checkpoints.load(prepared("plain"), path)
-    for name in ("epoch.json", "model/config.json", "ema/model.safetensors.index.json"):
+    for name in ("epoch.json", "config.json", "model/config.json", "ema/ema.safetensors"):
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_bytes(b"a script's own")
     checkpoints.load(prepared("plain"), path)

@@ -184,6 +184,9 @@ def replace_once(root, fault):
     live = prepared("fsdp")
     fill(live, 1)
     checkpoints.save(live, root / "mine", 1)
+    if torch.distributed.get_rank() == 0:
+        (root / "mine" / "notes").mkdir()
+        (root / "mine" / "notes" / "epoch.json").write_text("1")
     fill(live, 2)
     forked.arm(fault)
     checkpoints.save(live, root / "mine", 2, replace=True)
@@ -198,6 +201,7 @@ def test_a_replacement_that_dies_leaves_one_whole(tmp_path, point):
     live = prepared("plain")
     step = checkpoints.load(live, tmp_path / "mine").checkpoint.manifest.step
     assert values_in(live) == {float(step)} and step == (2 if point == "sync-root" else 1)
+    assert (tmp_path / "mine/notes/epoch.json").read_text() == "1", "a file of the script is lost"
 
 
 def cannot_write(root):

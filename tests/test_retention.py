@@ -1,5 +1,6 @@
 """After a commit only what is needed is looked at, however many checkpoints are kept."""
 
+import errno
 import os
 import shutil
 from datetime import datetime, timedelta
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardkit.checkpoint.files import folder, manifest
+from shardkit.checkpoint.files import disk, folder, manifest
 from shardkit.checkpoint.saving import commit, nan, retention
 from shardkit.errors import CheckpointError
 from tests import checkpoints
@@ -77,6 +78,23 @@ def test_checkpoints_stay_in_order_where_the_clock_is_set_back(tmp_path, monkeyp
         checkpoints.save(live, folder.step_folder(tmp_path, step), step, in_series=True)
     assert steps_in(folder.candidates(tmp_path)) == [3, 2, 1]
     assert steps_in(retention.expendable(tmp_path, 1)) == [1, 2]
+
+
+@pytest.mark.fault_row(15)
+def test_retention_makes_room_for_latest_on_a_full_disk(tmp_path, monkeypatch):
+    live = prepared("plain")
+    checkpoints.save(live, folder.step_folder(tmp_path, 1), 1, in_series=True, keep_last=1)
+    write = disk.replace_json
+
+    def write_where_there_is_room(path, value):
+        if folder.step_folder(tmp_path, 1).exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, value)
+
+    monkeypatch.setattr(disk, "replace_json", write_where_there_is_room)
+    checkpoints.save(live, folder.step_folder(tmp_path, 2), 2, in_series=True, keep_last=1)
+    assert steps_in(folder.steps(tmp_path)) == [2]
+    assert folder.read_latest(tmp_path) == "step-00000002"
 
 
 def test_what_is_damaged_does_not_count_and_does_not_go(root):

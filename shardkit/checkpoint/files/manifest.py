@@ -33,8 +33,8 @@ PLAIN_VERSION = 1  # of a checkpoint that readers of version 1 read completely
 
 # The only names that a reader opens. A manifest with other names is refused, so no path leads out of the folder.
 FILE_NAME = re.compile(
-    r"index\.json|config\.(json|yaml)|state/(common|rank-\d{5,7})\.json"
-    r"|(?P<section>[a-z][a-z0-9_]{0,31})/((?P=section)|r\d{5,7}-of-\d{5,7})\.safetensors"
+    r"index\.json|config\.yaml|state/(common|rank-\d{5,7})\.json"
+    r"|(?P<section>(model|optim)(_\d{1,5})?|objects|own)/((?P=section)|r\d{5,7}-of-\d{5,7})\.safetensors"
 )
 
 # The prefix of a checkpoint's files in a store: the save id. On a disk they are next to the manifest.

@@ -66,7 +66,11 @@ def _commit_on_disk(temporary: Path, final: Path, record: Manifest) -> None:
     for folder_name in sorted({str(above) for name in record.every_file for above in PurePosixPath(name).parents}):
         disk.sync_folder(temporary / folder_name)
     faults.reach("rename", 0)
-    if final.is_symlink() or is_taken(final):  # it replaces a link; the target of the link stays unchanged
+    if final.is_symlink():  # it replaces a link; the target of the link stays unchanged
+        disk.exchange(temporary, final)
+    elif is_taken(final):
+        with suppress(OSError):  # without links they are moved after the exchange
+            _link_others(final, temporary)
         disk.exchange(temporary, final)
     else:
         disk.publish(temporary, final)
@@ -81,12 +85,7 @@ def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> No
             assert isinstance(request.final, Path)
             _remove_replaced(prepared.temporary, request.final, request.save_id)
         if request.in_series:
-            faults.reach("latest", 0)
-            folder.write_latest(request.final.parent, request.final, record)
-            faults.reach("retention", 0)
-            if request.keep_last:
-                kept = {request.save_id, *([request.parent] if request.parent else [])}
-                retention.apply(request.final.parent, request.keep_last, request.keep_every, kept)
+            _update_series(request, record)
         nan.warn(request.final, record, "saved")
         if prepared.attempt is not None:
             in_store.tidy(prepared.attempt)
@@ -97,35 +96,71 @@ def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> No
     log.info("checkpoint: step %d saved in %s (%s, %.1f s)", request.step, request.where, size, seconds)
 
 
+def _update_series(request: SaveRequest, record: Manifest) -> None:
+    """LATEST and retention. Where the disk is too full for LATEST, retention frees the space for it."""
+    root = request.final.parent
+    faults.reach("latest", 0)
+    try:
+        folder.write_latest(root, request.final, record)
+        is_written = True
+    except OSError:
+        is_written = False
+    faults.reach("retention", 0)
+    if request.keep_last:
+        kept = {request.save_id, *([request.parent] if request.parent else [])}
+        retention.apply(root, request.keep_last, request.keep_every, kept)
+    if not is_written:
+        folder.write_latest(root, request.final, record)
+
+
+def _link_others(old: Path, new: Path) -> None:
+    """Give the new checkpoint the files in the replaced one that are not its own, so that a crash right after the
+    exchange does not lose them. OSError where the file system refuses a link."""
+    for name in manifest.strangers(old):
+        if _may_take(new, name):
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+            os.link(old / name, new / name, follow_symlinks=False)
+            disk.sync_folder((new / name).parent)
+
+
 def _remove_replaced(old: Path, final: Path, save_id: str) -> None:
     """Delete the checkpoint, or the link to one, that was replaced. Files in it that are not its own stay in the folder
-    of that name; where the new one has such a file, the old folder is renamed instead."""
+    of that name; where the new one cannot have such a file, the old folder is renamed instead."""
     if old.is_symlink():
         old.unlink()
         return
-    others = [name for name in manifest.strangers(old) if not _moved(old / name, final / name)]
+    others = [name for name in manifest.strangers(old) if not _moved(old, final, name)]
     if not others:
         folder.remove(old)
         return
     kept = final.with_name(f"{final.name}.replaced-{save_id[:8]}")
     os.rename(old, kept)
     log.warning(
-        "checkpoint: the replaced checkpoint %s contained other files that the new one has, too (%s); it was renamed "
-        "to %s.",
+        "checkpoint: the replaced checkpoint %s contained other files whose names the new one has, or could have (%s); "
+        "it was renamed to %s.",
         final,
         others[0],
         kept,
     )
 
 
-def _moved(source: Path, target: Path) -> bool:
-    """Moves a file of the script to the checkpoint that has replaced its own, unless that has the name."""
-    nearest = next(parent for parent in target.parents if os.path.lexists(parent))
-    if os.path.lexists(target) or not nearest.is_dir():
+def _moved(old: Path, final: Path, name: str) -> bool:
+    """Moves a file of the script to the checkpoint that has replaced its own, where that may take it, and has not."""
+    if os.path.lexists(final / name) and os.path.samestat(os.lstat(old / name), os.lstat(final / name)):
+        return True
+    if not _may_take(final, name):
         return False
-    target.parent.mkdir(parents=True, exist_ok=True)
-    os.rename(source, target)
+    (final / name).parent.mkdir(parents=True, exist_ok=True)
+    os.rename(old / name, final / name)
     return True
+
+
+def _may_take(new: Path, name: str) -> bool:
+    """Whether a checkpoint may get a file of this name from the one that it replaces: it has none, and would not be
+    taken for a mix of two."""
+    target = new / name
+    nearest = next(parent for parent in target.parents if os.path.lexists(parent))
+    return not manifest.FILE_NAME.fullmatch(name) and not os.path.lexists(target) and nearest.is_dir()
 
 
 def is_taken(final: Path) -> bool:
