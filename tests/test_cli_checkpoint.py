@@ -533,6 +533,39 @@ def test_what_is_deleted_while_it_is_read_is_deleted_and_not_damaged(project, tm
     assert capsys.readouterr().err.startswith(f"{path}: was deleted; use another checkpoint.\ncheckpoint: ")
 
 
+def replaced_at(monkeypatch, where, name, root):
+    """A checkpoint in whose place another is saved at the first call of this function."""
+    path, other = (found.path for found in folder.steps(root))
+    aside = os.path.join(root, "aside")
+    os.rename(other, aside)
+    call = getattr(where, name)
+
+    def replace_and_call(*given, **settings):
+        if os.path.exists(aside):
+            disk.exchange(aside, path)
+            shutil.rmtree(aside)
+        return call(*given, **settings)
+
+    monkeypatch.setattr(where, name, replace_and_call)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("where", "name"), [(manifest, "check_sizes"), (verify.Checkpoint, "text"), (verify.Files, "source")]
+)
+def test_what_is_replaced_while_it_is_read_is_not_damaged(project, tmp_path, capsys, monkeypatch, where, name):
+    root = copied(project, tmp_path)
+    path = replaced_at(monkeypatch, where, name, root)
+    assert f"{path}: valid" in called(capsys, "verify", root)
+
+
+def test_a_comparison_tells_what_was_replaced_meanwhile(project, tmp_path, capsys, monkeypatch):
+    path = replaced_at(monkeypatch, verify.Checkpoint, "text", copied(project, tmp_path))
+    assert run(["checkpoint", "diff", str(path), str(project)]) == EXIT_CHECKPOINT
+    said = capsys.readouterr().err
+    assert "was replaced by another checkpoint while it was read" in said and "corrupted" not in said
+
+
 def test_a_run_may_begin_while_prune_verifies(project, tmp_path, capsys, monkeypatch):
     """It takes the lock to delete; what it verifies can be read for an hour."""
     root = copied(project, tmp_path)

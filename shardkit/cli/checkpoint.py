@@ -144,7 +144,7 @@ def inspect(
 def verify(path: Each = Path(), as_json: options.AsJson = False) -> int:
     """Verify the digests of a checkpoint, or of all in a folder. Exit code 3 if one is damaged.
 
-    Those that a run deletes meanwhile are left out.
+    Those that a run deletes meanwhile are left out; one that it replaces is verified again.
     """
     from shardkit.checkpoint.loading import locate
 
@@ -166,12 +166,16 @@ def verify(path: Each = Path(), as_json: options.AsJson = False) -> int:
 
 
 def _damages(path: Place) -> tuple[list[str], int]:
+    from shardkit.checkpoint.files import manifest
     from shardkit.checkpoint.files.verify import damages, open_checkpoint
 
     try:
         found = open_checkpoint(path)
         with Progress("verified", found.manifest.bytes) as progress:
-            return damages(found, progress.add), found.manifest.bytes
+            problems = damages(found, progress.add)
+        if problems and manifest.is_replaced(path, found.manifest):
+            return _damages(path)
+        return problems, found.manifest.bytes
     except (CheckpointError, OSError) as error:
         return [checkpoint_text.problem(error, path)], 0
 

@@ -9,6 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,13 @@ def read(folder: Place) -> Manifest:
             raise
         raise _missing(folder) from None
     return from_bytes(text, str(folder / NAME))
+
+
+def is_replaced(folder: Place, manifest: Manifest) -> bool:
+    """Whether the folder has the manifest of another checkpoint by now: a run has saved there meanwhile."""
+    with suppress(CheckpointError, OSError):
+        return read(folder).save_id != manifest.save_id
+    return False
 
 
 TO_CONVERT = (

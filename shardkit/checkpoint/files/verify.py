@@ -7,7 +7,7 @@ hash_file(files, name, ...)    checks the part of one file that one rank wrote; 
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -40,11 +40,26 @@ class Checkpoint:
         if name not in self.manifest.files:
             raise CheckpointCorrupted(f"{self.where(name)}: not in the manifest; the checkpoint is incomplete.")
         file = self.manifest.files[name]
-        data = disk.read_small(self.path, self.manifest.stored(name), stated_bytes=file.bytes)
-        found = digests.of_bytes(self.manifest.digest, data)
-        if found not in file.digests.values():
-            raise CheckpointCorrupted(differs(self.where(name), self.manifest))
+        with self.or_replaced():
+            data = disk.read_small(self.path, self.manifest.stored(name), stated_bytes=file.bytes)
+            found = digests.of_bytes(self.manifest.digest, data)
+            if found not in file.digests.values():
+                raise CheckpointCorrupted(differs(self.where(name), self.manifest))
         return data
+
+    @contextmanager
+    def or_replaced(self) -> Iterator[None]:
+        """Where something in the block looks damaged, and another checkpoint has the name by now, an error that says
+        so."""
+        try:
+            yield
+        except CheckpointCorrupted:
+            if manifest.is_replaced(self.path, self.manifest):
+                raise self.replaced() from None
+            raise
+
+    def replaced(self) -> CheckpointCorrupted:
+        return CheckpointCorrupted(f"{self.path}: was replaced by another checkpoint while it was read; load again.")
 
     def json(self, name: str) -> Any:
         """The value of a small JSON file."""
@@ -163,9 +178,7 @@ class Files:
     def _refuse_another(self) -> None:
         text = self._folder.small(manifest.NAME)
         if manifest.from_bytes(text, self.where(manifest.NAME)).save_id != self.checkpoint.manifest.save_id:
-            raise CheckpointCorrupted(
-                f"{self.checkpoint.path}: was replaced by another checkpoint while it was read; load again."
-            )
+            raise self.checkpoint.replaced()
 
     def _close_oldest(self) -> None:
         _, (_, stack) = self._opened.popitem(last=False)
@@ -200,7 +213,7 @@ class Files:
                 oldest = next(iter(self._opened))
                 self._refuse_changed(oldest, self._opened[oldest][0])
                 self._close_oldest()
-            with ExitStack() as stack:
+            with self.checkpoint.or_replaced(), ExitStack() as stack:
                 opened = stack.enter_context(self._folder.opened(self._stored(name)))
                 self._refuse_changed(name, opened)
                 self._opened[name] = (opened, stack.pop_all())
