@@ -639,6 +639,15 @@ def test_what_is_no_checkpoint_is_said_so(tmp_path, capsys):
     assert run(["checkpoint", "merge", str(tmp_path)]) == EXIT_CONFIG
 
 
+def test_a_folder_that_is_deleted_while_runs_are_looked_for_is_no_other_error(tmp_path, capsys, monkeypatch):
+    def glob(folder, pattern):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / "gone"))
+
+    monkeypatch.setattr(Path, "glob", glob)
+    assert run(["checkpoint", "verify", str(tmp_path)]) == EXIT_CHECKPOINT
+    assert f"{tmp_path}: contains no step-* folder" in capsys.readouterr().err
+
+
 def test_what_the_file_system_refuses_is_told(project, tmp_path, capsys):
     (tmp_path / "file").touch()
     assert run(["checkpoint", "merge", str(project), "-o", str(tmp_path / "file" / "below")]) == EXIT_CHECKPOINT

@@ -12,6 +12,7 @@ import torch
 
 from shardkit import Accelerator, ProjectConfiguration
 from shardkit.checkpoint.files import disk, folder, manifest
+from shardkit.checkpoint.loading import read
 from shardkit.checkpoint.saving import lock
 from shardkit.errors import CheckpointCorrupted, CheckpointError, CheckpointSaveError
 from shardkit.wording import counted
@@ -331,6 +332,30 @@ def test_auto_falls_back_and_counts_the_steps(copy, damaged, caplog):
             f"skipped step {step}" in line
             and f"resuming at step {good}, {counted(step - good, 'step is', 'steps are')} repeated" in line
         )
+
+
+@pytest.mark.fault_row(12)
+@pytest.mark.parametrize("at", ["open_together", "plan_of", "_verify"])
+@pytest.mark.parametrize("deleted", [(2, 1), (2,), ()], ids=str)
+def test_a_run_that_saves_and_deletes_meanwhile_is_followed(copy, monkeypatch, caplog, at, deleted):
+    root = copy()
+    newest, aside = folder.step_folder(root, 3), root / "aside"
+    os.rename(newest, aside)
+    call = getattr(read, at)
+
+    def call_after_a_save(*given):
+        if aside.exists():
+            os.rename(aside, newest)
+            for step in deleted:
+                folder.remove(folder.step_folder(root, step))
+        return call(*given)
+
+    monkeypatch.setattr(read, at, call_after_a_save)
+    caplog.set_level("WARNING", "shardkit")
+    live = prepared("plain")
+    step = checkpoints.load_newest(live, root).checkpoint.manifest.step
+    assert values_in(live) == {float(step)} and step == (3 if deleted else 2)
+    assert "skipped" not in caplog.text and "higher steps" not in caplog.text
 
 
 @pytest.mark.fault_row(13)

@@ -154,11 +154,15 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def reading(folder: Path, name: str, at: int | None = None) -> Iterator[int]:
-    """A descriptor of a regular file below a folder. Raises CheckpointCorrupted if a part of the path is a link.
+    """A descriptor of a regular file below a folder. Raises CheckpointCorrupted if a part of the path is a link, or
+    the folder is gone.
 
     `at`: an open descriptor of the folder, which stays valid if another folder gets its name meanwhile.
     """
-    descriptors = [open_folder(folder) if at is None else os.dup(at)]
+    try:
+        descriptors = [open_folder(folder) if at is None else os.dup(at)]
+    except FileNotFoundError:
+        raise _deleted(folder) from None
     try:
         parts = name.split("/")
         for part in parts[:-1]:
@@ -190,13 +194,17 @@ def open_folder(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
+def _deleted(folder: Path) -> CheckpointCorrupted:
+    return CheckpointCorrupted(f"{folder}: was deleted; use another checkpoint.")
+
+
 def _enter(part: str, flags: int, parent: int, folder: Path, name: str) -> int:
     where = folder / name
     try:
         return os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=parent)
     except FileNotFoundError:
         if not os.path.lexists(folder):  # as by a run's retention, while the folder is open here
-            raise CheckpointCorrupted(f"{folder}: was deleted; use another checkpoint.") from None
+            raise _deleted(folder) from None
         raise CheckpointCorrupted(f"{where}: missing; the checkpoint is incomplete.") from None
     except OSError as error:
         raise CheckpointCorrupted(f"{where}: cannot be read ({error.strerror}).") from error

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardkit.checkpoint.files import disk, folder, manifest
@@ -77,9 +77,11 @@ def _runs_in(path: Place, most: int = 3) -> list[str]:
     """Some project folders in this one, or in its folders: `runs/gpt`."""
     if isinstance(path, Url):
         return []
-    steps = [*path.glob(f"*/{SERIES}/step-*"), *path.glob(f"*/*/{SERIES}/step-*")]
-    found = sorted({step.parents[1] for step in steps})
-    return [str(run) for run in found[:most]]
+    found: set[Path] = set()
+    with suppress(OSError):  # a folder that another process deletes meanwhile
+        for pattern in (f"*/{SERIES}/step-*", f"*/*/{SERIES}/step-*"):
+            found |= {step.parents[1] for step in path.glob(pattern)}
+    return [str(run) for run in sorted(found)[:most]]
 
 
 def _with_name(path: Place) -> Place:

@@ -14,7 +14,7 @@ A sharded checkpoint and a full one differ only in `layout.pieces`: in a full on
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,13 @@ from torch.utils._pytree import tree_map_only
 
 from shardkit import values
 from shardkit.checkpoint import faults
-from shardkit.checkpoint.files import folder, state_json
+from shardkit.checkpoint.files import state_json
 from shardkit.checkpoint.files.folder import SkippedFolder
 from shardkit.checkpoint.files.layout import Index, section_name
 from shardkit.checkpoint.files.manifest import Manifest
 from shardkit.checkpoint.files.verify import Checkpoint, Files, Span, check_headers, hash_file
 from shardkit.checkpoint.loading.load_plan import LoadOptions, Plan, Unfinished, no_tensor, plan_of, positions, warn_of
-from shardkit.checkpoint.loading.seen import candidates, open_together
+from shardkit.checkpoint.loading.seen import Listed, candidates, open_together, without_deleted
 from shardkit.checkpoint.loading.spread_weights import NO_WEIGHTS, Weights
 from shardkit.checkpoint.states import optimizer_groups, optimizer_loading, state, ties
 from shardkit.checkpoint.states.differences import KEEP, Difference
@@ -70,16 +70,20 @@ def load_newest(live: Live, root: Place, control: ControlGroup, options: LoadOpt
     """As `load`, from the newest checkpoint that is complete and undamaged; None if there is no checkpoint. Collective.
 
     Skips checkpoints that are damaged, or whose load failed in the middle, with a warning that counts the lost steps. A
-    checkpoint that is undamaged but does not match the model raises an error.
+    checkpoint that is undamaged but does not match the model raises an error. Where one is deleted meanwhile, the run
+    that saves there may have newer ones: they are tried next.
     """
     skipped: list[SkippedFolder] = []
-    for step, name in candidates(root, control):
+    listed = left = candidates(root, control)
+    while left:
+        (step, name), *left = left
         try:
             checkpoint = open_together(root / name, control)
         except (LostRank, CheckpointUnreachable):
             raise
         except CheckpointError as error:
             skipped.append(SkippedFolder(step, root / name, str(error)))
+            listed, left = without_deleted(root / name, listed, left, control)
             continue
         try:
             loaded = _load(live, checkpoint, control, options)
@@ -87,8 +91,9 @@ def load_newest(live: Live, root: Place, control: ControlGroup, options: LoadOpt
             if isinstance(error.__cause__, LostRank):
                 raise
             skipped.append(SkippedFolder(step, root / name, str(error)))
+            listed, left = without_deleted(root / name, listed, left, control)
             continue
-        _warn_of(skipped, checkpoint, control)
+        _warn_of(skipped, listed, checkpoint, control)
         return loaded
     if skipped:
         raise _none_left(root, skipped, options.unfinished)
@@ -106,22 +111,23 @@ def _none_left(root: Place, skipped: list[SkippedFolder], unfinished: Unfinished
     )
 
 
-def _warn_of(skipped: list[SkippedFolder], checkpoint: Checkpoint, control: ControlGroup) -> None:
+def _warn_of(skipped: list[SkippedFolder], listed: Listed, checkpoint: Checkpoint, control: ControlGroup) -> None:
     if control.rank != 0:
         return
     step = checkpoint.manifest.step
     for item in skipped:
+        if (item.step, item.path.name) not in listed:  # the run that saves there has deleted it
+            continue
         again = max(0, item.step - step)
         lost = f"resuming at step {step}, {counted(again, 'step is', 'steps are')} repeated"
         log.warning("checkpoint: skipped step %d (%s); %s.", item.step, item.reason, lost)
-    with suppress(CheckpointError):  # the state is loaded: an error on rank 0 alone would leave the others waiting
-        above = {found.step for found in folder.steps(checkpoint.path.parent) if found.step > step}
-        if stale := sorted(above - {item.step for item in skipped}):
-            log.warning(
-                "checkpoint: resuming at step %d, which was saved after the checkpoints of the higher steps %s.",
-                step,
-                ", ".join(map(str, stale[:5])),
-            )
+    above = {number for number, _ in listed if number > step}
+    if stale := sorted(above - {item.step for item in skipped}):
+        log.warning(
+            "checkpoint: resuming at step %d, which was saved after the checkpoints of the higher steps %s.",
+            step,
+            ", ".join(map(str, stale[:5])),
+        )
 
 
 @outside_inference_mode()

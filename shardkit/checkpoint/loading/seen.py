@@ -1,5 +1,6 @@
 """The checkpoints that the ranks of a load see: those to try, and that each is the same one on all ranks."""
 
+import os
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -12,11 +13,14 @@ from shardkit.errors import CheckpointError, CheckpointMissing, CheckpointUnreac
 from shardkit.storage.url import Place, Url
 from shardkit.wording import words
 
+Listed = list[tuple[int, str]]
+"""(step, name) of checkpoints, in the order to try them."""
 
-def candidates(root: Place, control: ControlGroup) -> list[tuple[int, str]]:
-    """(step, name) of the checkpoints that rank 0 finds, in the order to try them. Collective."""
 
-    def look() -> list[tuple[int, str]]:
+def candidates(root: Place, control: ControlGroup) -> Listed:
+    """The checkpoints that rank 0 finds. Collective."""
+
+    def look() -> Listed:
         return [(found.step, found.path.name) for found in folder.candidates(root)] if control.rank == 0 else []
 
     attempt = control.attempt(look, answer=list, judge=lambda answers: answers[0])
@@ -25,6 +29,21 @@ def candidates(root: Place, control: ControlGroup) -> list[tuple[int, str]]:
     if not attempt.verdict and not isinstance(root, Url):
         _refuse_storage_of_one_machine(root, control)
     return attempt.verdict
+
+
+def without_deleted(path: Place, listed: Listed, left: Listed, control: ControlGroup) -> tuple[Listed, Listed]:
+    """What is listed, and what of it is left to try: as before, or, where this checkpoint is gone by now, what is there
+    now. Collective."""
+    if not control.share(_is_deleted(path) if control.rank == 0 else None):
+        return listed, left
+    now = candidates(path.parent, control)
+    return now, [one for one in now if one in left or one not in listed]
+
+
+def _is_deleted(path: Place) -> bool:
+    with suppress(CheckpointError, OSError):
+        return not (manifest.exists(path) if isinstance(path, Url) else os.path.lexists(path))
+    return False
 
 
 def _refuse_storage_of_one_machine(root: Path, control: ControlGroup) -> None:
