@@ -292,6 +292,28 @@ def test_one_launch_a_machine():
 
 
 @pytest.mark.parametrize(
+    ("machines", "changed", "says"),
+    [
+        (1, {}, "the SLURM job has 2 machines, but num_machines is 1; each machine on which this is started trains"),
+        (4, {}, "has 2 machines, but num_machines is 4; add --num-machines 2 for one run on all of them."),
+        (2, {}, None),
+        (2, {"SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_NUM_NODES": "2"}, None),  # each machine has a step of its own
+        (
+            2,
+            {"SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_NUM_NODES": "1"},
+            "has 1 machine, but num_machines is 2; start the others as well, or add --num-machines 1 for a run on this",
+        ),
+        (2, {"SLURM_STEP_ID": None}, "srun did not start this launch: it waits for those on the others; start one on"),
+    ],
+)
+def test_a_launch_that_is_not_on_all_machines_of_its_slurm_job_is_told(machines, changed, says):
+    variables = {name: value for name, value in (SRUN | changed).items() if value is not None}
+    job, config = schedulers.scheduler(variables), Config(num_machines=machines, num_processes=4)
+    warning = preflight.job_warning(config, job, variables)
+    assert warning is None if says is None else says in str(warning)
+
+
+@pytest.mark.parametrize(
     ("variables", "says"),
     [
         (

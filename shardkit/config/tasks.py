@@ -202,6 +202,22 @@ def launch_left_alone(variables: Mapping[str, str]) -> str | None:
     return None
 
 
+def is_step_of(machines: int, variables: Mapping[str, str]) -> bool:
+    """Whether this is a step of SLURM on one machine, in a job of that many: each of them may have its own step."""
+    steps = number(variables, "SLURM_STEP_NUM_NODES")
+    return steps == 1 < machines and number(variables, "SLURM_JOB_NUM_NODES") == machines
+
+
+def launch_outside_srun(job: Scheduler, variables: Mapping[str, str]) -> str | None:
+    """A warning where the script of a SLURM job starts a launch by itself, thus on the first machine only."""
+    if job.name != "SLURM" or job.machines == 1 or "SLURM_STEP_ID" in variables:
+        return None
+    return (
+        f"the SLURM job has {job.machines} machines, and srun did not start this launch: it waits for those on the "
+        "others; start one on each with: srun --ntasks-per-node=1 shardkit launch ..."
+    )
+
+
 def launch_problem(variables: Mapping[str, str]) -> str | None:
     """Why a launch must not start here (several tasks on a machine would each start all ranks); None where it may."""
     for starter in STARTERS:

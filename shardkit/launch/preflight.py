@@ -300,15 +300,21 @@ def rank_warning(variables: Mapping[str, str]) -> str | None:
 
 def job_warning(config: Config, job: Scheduler | None, variables: Mapping[str, str]) -> str | None:
     """A warning if the scheduler's job, or what else variables tell, has another number of machines than the
-    configuration; else None."""
+    configuration, or if this launch may be the only one of the job; else None."""
     if job is None and config.num_machines == 1 and (text := tasks.launch_left_alone(variables)):
         return f"warning: {text}"
-    if job is None or job.machines == config.num_machines:
+    if job is None or tasks.is_step_of(config.num_machines, variables):
         return None
+    if job.machines == config.num_machines:
+        text = tasks.launch_outside_srun(job, variables)
+        return f"warning: {text}" if text else None
     alone = "; each machine on which this is started trains separately" if config.num_machines == 1 else ""
+    advice = f"add --num-machines {job.machines} for one run on all of them"
+    if job.machines == 1:
+        advice = "start the others as well, or add --num-machines 1 for a run on this one alone"
     return (
-        f"warning: the {job.name} job has {job.machines} machines, but num_machines is {config.num_machines}{alone}; "
-        f"add --num-machines {job.machines} for one run on all of them."
+        f"warning: the {job.name} job has {counted(job.machines, 'machine')}, but num_machines is "
+        f"{config.num_machines}{alone}; {advice}."
     )
 
 
