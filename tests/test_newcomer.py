@@ -478,6 +478,7 @@ def test_8_h_is_help_everywhere_and_never_boxed(words, capsys):
         ("keep_lst", "shardkit.checkpoint.keep_last"),
         ("shardin_strategy", "fsdp.sharding_strategy"),
         ("launch.max_restart", "shardkit.launch.max_restarts"),
+        ("seed", "shardkit.seed"),
     ],
 )
 def test_8_a_key_without_its_prefix_is_suggested_in_full(name, meant, folder, capsys):

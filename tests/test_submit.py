@@ -339,6 +339,20 @@ def test_every_problem_is_said_at_once_and_nothing_is_written(capsys):
         assert line in error, error
 
 
+def test_flags_that_an_engine_does_not_take_are_said_whatever_the_file_is(capsys):
+    Path("shardkit.yaml").write_text("num_processes: many\n")
+    words = ["--hosts", "hosts", "--name", "my job", "--option", "queu=a"]
+    _, error = submit(capsys, "--to", "jobset", *words, "train.py", code=2)
+    for line in (
+        "shardkit.yaml:1:16: num_processes: ",
+        "--hosts: is not supported by jobset (only by ssh); remove it.",
+        "--name: may only have letters, digits, dots and dashes (got 'my job'); give another name.",
+        "--option: jobset has no option with this name (got 'queu'); did you mean queue?",
+        "4 errors. Nothing was written or submitted.",
+    ):
+        assert line in error, error
+
+
 def test_an_engine_may_be_written_in_capitals(capsys):
     assert submit(capsys, "--to", "SLURM", "train.py") == submit(capsys, "--to", "slurm", "train.py")
     _, error = submit(capsys, "--to", "SLURMM", "train.py", code=2)
@@ -569,11 +583,26 @@ def test_the_time_to_save_that_is_advised_is_more_than_the_one_that_is_too_short
         ("NVIDIA A100 PCIe", "A100-80GB"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("RTX 4090", "RTX4090"),
+        ("6000-ada-48", "RTX6000-Ada"),
     ],
 )
 def test_the_gpu_of_a_task_is_the_one_that_is_planned_for(capsys, device, accelerator):
     text, _ = submit(capsys, "--to", "skypilot", "--device", device, "train.py")
     assert objects(text)[0]["resources"]["accelerators"] == f"{accelerator}:8"
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [
+        ("h100-80", "accelerator_type='H100')"),
+        ("a100-pcie", "accelerator_type='A100')"),
+        ("mi300x-192", "accelerator_type='AMD-Instinct-MI300X-OAM')"),
+        ("4090-24", "resources_per_worker={'CPU': 8, 'GPU': 1})"),  # Ray has no one name for it
+    ],
+)
+def test_ray_is_asked_for_the_gpu_by_its_own_name(capsys, device, kind):
+    text, _ = submit(capsys, "--to", "ray", "--device", device, "train.py")
+    assert f"{kind},\n" in text
 
 
 # ssh for real, with a stand-in that runs every host's line here

@@ -115,9 +115,9 @@ def whole_name(part: str) -> str | None:
 
 @cache
 def _ends() -> dict[str, str]:
-    """Ends of the settings' dotted names, in either spelling -> the full name."""
+    """Ends of the settings' dotted names, in either spelling -> the full name; of `seed`, the one of fewest blocks."""
     found: dict[str, str] = {}
-    for key in all_keys().values():
+    for key in sorted(all_keys().values(), key=lambda key: len(key.path)):
         for path in (key.path, key.yaml_path):
             for start in range(len(path)):
                 found.setdefault(".".join(path[start:]), key.name)

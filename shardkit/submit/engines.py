@@ -105,19 +105,20 @@ def find(name: str) -> Engine:
     raise UsageError(f"--to: unknown engine (got {name!r}); {hint}")
 
 
-def problems(engine: Engine, job: Job, flags: set[str]) -> list[str]:
-    """Problems of a job for this engine. `flags`: the given flags that not all engines support."""
+def problems(engine: Engine, name: str | None, flags: set[str], options: Mapping[str, str]) -> list[str]:
+    """Problems of flags for this engine, whatever the configuration is. `name`: of the job, where it is given; `flags`:
+    the given ones that not all engines support."""
     found = []
-    if re.search(r"[^A-Za-z0-9_.-]", job.name):
-        found.append(f"--name: may only have letters, digits, dots and dashes (got {job.name!r}); give another name.")
+    if re.search(r"[^A-Za-z0-9_.-]", name or ""):
+        found.append(f"--name: may only have letters, digits, dots and dashes (got {name!r}); give another name.")
     for flag in sorted(flags - engine.flags):
         able = ", ".join(one.name for one in ENGINES.values() if flag in one.flags)
         found.append(f"{flag}: is not supported by {engine.name} (only by {able}); remove it.")
-    for key, value in job.options.items() if engine.options is not None else ():
+    for key, value in options.items() if engine.options is not None else ():
         if key not in (engine.options or {}):
             near = get_close_matches(key, engine.options or (), 1)
             known = f"did you mean {near[0]}?" if near else f"it has {', '.join(engine.options or {}) or 'none'}."
             found.append(f"--option: {engine.name} has no option with this name (got {key!r}); {known}")
         elif not value:
             found.append(f"--option {key}: has no value (got {key!r}); write {key}=VALUE.")
-    return [*found, *engine.problems(job)]
+    return found

@@ -95,10 +95,12 @@ def job_for(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, J
     if loaded:
         problems.lines += _missing(loaded.config, loaded.origins, loaded.path) + _problem_of_resume(loaded)
     values = _read(asked, engine, loaded.config if loaded else None, problems)
+    if engine is not None:
+        problems.lines += engines.problems(engine, asked.name, asked.flags, values.options or {})
     if engine is None or loaded is None or not asked.command:
         return engine, None, []
     job = _job(asked, engine, loaded, values)
-    problems.lines += engines.problems(engine, job, asked.flags)
+    problems.lines += engine.problems(job)
     if problems.lines:
         return engine, job, []
     return engine, *_planned(asked.model, job, engine, loaded.path, values)

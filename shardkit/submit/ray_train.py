@@ -1,11 +1,22 @@
 """Ray Train: a driver script, which runs the training script on each worker of a TorchTrainer."""
 
 from shardkit.digits import number_in
+from shardkit.plan.devices import DEVICES
 from shardkit.submit.job import Job, head
 
 OPTIONS = {
     "storage": "folder or URL for Ray's results, which all machines can access",
     "min-workers": "elastic training: the smallest number of workers to continue with if machines are lost",
+}
+
+# Names of AMD's GPUs in shardkit plan -> in Ray (ray.util.accelerators). Those of NVIDIA: see `accelerator`.
+_GPUS = {
+    "mi250-64": "AMD-Instinct-MI250X-MI250",
+    "mi250x-64": "AMD-Instinct-MI250X",
+    "mi300x-192": "AMD-Instinct-MI300X-OAM",
+    "mi325x-256": "AMD-Instinct-MI325X-OAM",
+    "mi350x-288": "AMD-Instinct-MI350X-OAM",
+    "mi355x-288": "AMD-Instinct-MI355X-OAM",
 }
 
 
@@ -28,8 +39,8 @@ def render(job: Job) -> str:
         f"use_gpu={bool(job.gpus_per_machine)}",
         f"resources_per_worker={resources!r}",
     ]
-    if job.gpu is not None and job.gpus_per_machine:
-        scaling.append(f"accelerator_type={job.gpu.split('-')[0].upper()!r}")
+    if job.gpu is not None and job.gpus_per_machine and (kind := accelerator(job.gpu)):
+        scaling.append(f"accelerator_type={kind!r}")
     run = [f"name={job.name!r}"]
     if "storage" in job.options:
         run.append(f"storage_path={job.options['storage']!r}")
@@ -63,3 +74,10 @@ if __name__ == "__main__":
         run_config=RunConfig({", ".join(run)}),
     ).fit()
 '''
+
+
+def accelerator(device: str) -> str | None:
+    """Ray's name for a device: `h100-80` -> `H100`. None for NVIDIA's RTX cards, whose names differ between versions of
+    Ray: a job that asks for a name that no machine has waits for ever."""
+    name = DEVICES[device].name.split()[0]
+    return None if name == "RTX" else _GPUS.get(device, name)
