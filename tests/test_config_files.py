@@ -19,6 +19,7 @@ from shardkit.config.edit import edited, edited_by_line
 from shardkit.config.host_port import problem_of_host
 from shardkit.config.json_schema import json_schema
 from shardkit.config.keys import all_keys, sections
+from shardkit.config.meaning import MeshSizes, mesh_sizes
 from shardkit.config.schema import (
     CheckpointConfig,
     Config,
@@ -184,6 +185,14 @@ def test_accelerates_mesh_and_compile_are_ours():
     assert config.shardkit.compile
 
 
+@pytest.mark.parametrize("sizes", [("2", "-1"), ("-1", "4")])
+def test_a_size_of_minus_one_is_what_the_other_leaves(sizes):
+    lines = "parallelism_config: {{dp_replicate_size: {}, dp_shard_size: {}}}\n".format(*sizes)
+    config = config_of(f"distributed_type: FSDP\nnum_processes: 8\n{lines}")
+    assert config.fsdp.sharding_strategy is ShardingStrategy.HYBRID_SHARD
+    assert mesh_sizes(config, 8, 8) == MeshSizes(2, 4)
+
+
 def test_accelerates_offloaded_checkpoints_are_offloaded_activations():
     lines = "fsdp_config:\n  fsdp_activation_checkpointing: true\n  fsdp_activation_checkpointing_offload: "
     assert config_of(f"{lines}true\n").shardkit.offload_activations
@@ -193,7 +202,7 @@ def test_accelerates_offloaded_checkpoints_are_offloaded_activations():
 def test_keys_of_things_we_do_not_do_are_fine_while_they_say_nothing(tmp_path):
     config_of(
         "deepspeed_config: {}\nmegatron_lm_config:\nfp8_config: {}\nparallelism_config: {}\ndynamo_config:\n"
-        "  dynamo_backend: 'NO'\nmpirun_config:\n  mpirun_ccl: '1'\nipex_config:\n  ipex: false\n"
+        "  dynamo_backend: 'NO'\nmpirun_config:\n  mpirun_ccl: '1'\nipex_config:\n  ipex: false\n  use_xpu: true\n"
     )
     lines = problems(
         "deepspeed_config:\n  zero_stage: 3\nparallelism_config:\n  parallelism_config_tp_size: 2\n"

@@ -121,6 +121,12 @@ def _offloaded_checkpoints(key: str, value: Any) -> Translation:
     return Translation({("shardkit", "offload_activations"): value}, notes=[note])
 
 
+def _ipex(key: str, value: Any) -> Translation:
+    """Intel's GPUs, which `use_xpu` chooses, are used without its extension."""
+    given = {name: inner for name, inner in value.items() if name != "use_xpu"} if isinstance(value, Mapping) else value
+    return _refuse(key, given)
+
+
 def _mpirun(key: str, value: Any) -> Translation:
     """Accelerate writes `mpirun_ccl: '1'` next to a default host file."""
     hosts = value.get("mpirun_hostfile") if isinstance(value, Mapping) else value
@@ -170,7 +176,8 @@ def _parallelism(key: str, value: Any) -> Translation:
         if not is_used.get(name[:2], True):
             continue  # settings of an axis that has one rank
         if name in ours:
-            outcome.settings |= {} if _is_one(size) or str(size) == "-1" else {("shardkit", "mesh", ours[name]): size}
+            rest = str(size) == "-1"  # the ranks that the other size leaves, which is 0 here
+            outcome.settings |= {} if _is_one(size) else {("shardkit", "mesh", ours[name]): "0" if rest else size}
         elif not (_is_empty(size) or name.endswith(("_strategy", "_backend"))):
             outcome.problems.append(f"{name} is not supported (got {shortened(size)}); write 1, or leave it out.")
     return _plain_mesh(outcome)
@@ -215,6 +222,7 @@ _TRANSLATIONS: dict[Path, dict[str, Callable[[str, Any], Translation]]] = {
         **dict.fromkeys(INSTEAD, _refuse),
         "deepspeed_config": _deepspeed,
         "mpirun_config": _mpirun,
+        "ipex_config": _ipex,
         "fp8_config": _fp8,
         "fp16": _half_precision,
         "bf16": _half_precision,
