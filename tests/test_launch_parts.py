@@ -375,6 +375,9 @@ def test_enough_devices_and_too_few_cores():
     )
     assert "4 ranks share 2 CPU cores" in str(preflight.core_warning(config(num_processes=4, use_cpu=True), NO_GPU))
     assert preflight.core_warning(config(num_processes=2, use_cpu=True), NO_GPU) is None
+    one_core = Machine(("H200",) * 8, 1, installed=8)
+    assert "8 ranks share 1 CPU core" in str(preflight.core_warning(config(num_processes=8), one_core))
+    assert preflight.core_warning(config(num_processes=8), EIGHT) is None
     hidden = texts(preflight.device_problems(config(num_processes=2), NO_GPU, {"CUDA_VISIBLE_DEVICES": ""}))
     assert 'check CUDA_VISIBLE_DEVICES (now "")' in hidden
 

@@ -128,7 +128,8 @@ def test_the_slurm_line_finds_machine_0_by_itself(folder, programs, capsys, mach
     assert talk_plainly(asked, CPU_ONLY) == 0
     shown = capsys.readouterr().out.partition("Saved ")[2]
     [run, queue, _, again] = commands_in(shown)
-    assert run.startswith("srun ") and queue.startswith("shardkit submit ")
+    assert run.startswith(f"srun --nodes={machines} --ntasks-per-node=1 --cpus-per-task={each} shardkit launch ")
+    assert queue.startswith("shardkit submit ")
     [told] = run_all([run], folder, programs, SHARDKIT_SET_MAIN_PROCESS_PORT=str(free_port()))
     assert "rank 0 of 2" in told and "rank 1 of 2" in told
     assert "queued 1" in run_all([queue], folder, programs)[0]

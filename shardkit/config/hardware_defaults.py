@@ -11,6 +11,13 @@ from shardkit.config.schema import read_bool, read_count, read_distributed_type
 from shardkit.wording import counted
 
 _COUNT = ("num_processes",)
+_CORES_PER_GPU = 8
+"""What a job asks for: machines with eight GPUs have 12 or more per GPU."""
+
+
+def cores_of_job(ranks: int, on_cpu: bool) -> int:
+    """The cores that a scheduler's job asks for on a machine with so many ranks, where nobody says how many."""
+    return ranks * (1 if on_cpu else _CORES_PER_GPU)
 
 
 def hardware_layer(given: Mapping[Path, SettingEntry], has_file: bool, ranks: int | None = None) -> Layer:

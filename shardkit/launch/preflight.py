@@ -268,11 +268,14 @@ def memory_problems(config: Config, machine: Machine) -> list[Problem]:
 
 
 def core_warning(config: Config, machine: Machine) -> str | None:
-    """A warning if there are more ranks than cores; else None."""
+    """A warning if there are more ranks than cores, as where a scheduler gives this task one core; else None."""
     ranks_here = config.num_processes // config.num_machines
-    if device_of(config) != "cpu" or ranks_here <= machine.cores:
+    if device_of(config) == "xla" or ranks_here <= machine.cores:
         return None
-    return f"warning: {ranks_here} ranks share {counted(machine.cores, 'CPU core')}; the run will be slow."
+    return (
+        f"warning: {ranks_here} ranks share {counted(machine.cores, 'CPU core')}; the run will be slow "
+        "(in a SLURM job: srun --cpus-per-task=N gives it more)."
+    )
 
 
 def socket_warning(temporary: str) -> str | None:

@@ -16,9 +16,6 @@ GRACE_MARGIN_S = 30
 PEERS_S = 60
 """How long the other machines may take to end after one has ended: a launcher detects a lost one within 30 s."""
 
-CPUS_PER_GPU = 8
-"""Default number of cores per GPU: machines with eight GPUs have 12 or more per GPU."""
-
 _END = "END_OF_CONFIGURATION"
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardkit.config import files
+from shardkit.config.hardware_defaults import cores_of_job
 from shardkit.config.layers import Origin
 from shardkit.config.meaning import runs_on_cpu
 from shardkit.config.schema import Config
@@ -20,7 +21,7 @@ from shardkit.plan import devices
 from shardkit.problems import Problems
 from shardkit.submit import engines, kubernetes, reading, sizing
 from shardkit.submit.engines import Engine
-from shardkit.submit.job import CPUS_PER_GPU, Job, Volume
+from shardkit.submit.job import Job, Volume
 
 MAIN = Path(__file__).parent.parent / "__main__.py"
 """The program `shardkit`, as a file: a job starts in the project's folder, from which `python -m` would import."""
@@ -138,7 +139,7 @@ def _job(asked: Asked, engine: Engine, loaded: files.LoadedConfig, values: _Valu
         folder=Path.cwd(),
         chosen=frozenset(loaded.chosen),
         program=values.program or _program(engine),
-        cpus_per_machine=values.cpus or config.processes_per_machine * (1 if runs_on_cpu(config) else CPUS_PER_GPU),
+        cpus_per_machine=values.cpus or cores_of_job(config.processes_per_machine, runs_on_cpu(config)),
         memory_bytes=values.memory_bytes,
         time_s=values.time_s,
         gpu=_gpu(values.device) if asked.device and values.device else None,

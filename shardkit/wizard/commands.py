@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 
 from shardkit.config.command import config_flag
+from shardkit.config.hardware_defaults import cores_of_job
 from shardkit.wizard.conditions import pod
 from shardkit.wizard.situation import SLURM, Situation
 
@@ -40,9 +41,11 @@ def _launches(s: Situation, path: Path) -> list[tuple[str, str]]:
         return " ".join(["shardkit", f"launch{config_flag(path)}", *flags, script])
 
     if s.where == SLURM:
-        gpus = [] if s.on_cpu else [f"--gpus-per-node={s.per_machine}"]
+        # srun gives a task one core unless told otherwise, and all ranks of a machine are in one task.
+        each = [f"--cpus-per-task={cores_of_job(s.per_machine, s.on_cpu)}"]
+        each += [] if s.on_cpu else [f"--gpus-per-node={s.per_machine}"]
         return [
-            ("Run it", " ".join(["srun", f"--nodes={s.machines}", "--ntasks-per-node=1", *gpus, launch()])),
+            ("Run it", " ".join(["srun", f"--nodes={s.machines}", "--ntasks-per-node=1", *each, launch()])),
             ("Queue it", f"shardkit submit{config_flag(path)} --to slurm --submit {script}"),
         ]
     if s.machines == 1 and not pod(s):
