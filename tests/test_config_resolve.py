@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from shardkit import env, new_process
+from shardkit.cli.main import run
 from shardkit.config import files, hardware, hardware_defaults, other_devices
 from shardkit.config.command import command_for, settings_of
 from shardkit.config.hardware import Device, Hardware, parse_nvidia_smi
 from shardkit.config.scheduler import Scheduler, first_host, scheduler
 from shardkit.config.schema import Config, ShardingStrategy
-from shardkit.errors import ConfigError, UsageError
+from shardkit.errors import EXIT_MACHINE, ConfigError, UsageError
 from shardkit.launch.preflight import Machine
 
 
@@ -260,10 +261,42 @@ def test_a_part_of_a_gpu_has_its_own_memory_not_that_of_the_whole(monkeypatch, t
     ]
 
 
+@pytest.mark.parametrize(
+    ("prints", "problem"),
+    [
+        (
+            "echo 'Failed to initialize NVML: Driver/library version mismatch'; echo more; exit 18",
+            "Failed to initialize",
+        ),
+        ("exit 9", "exit code 9"),
+        ("sleep 60", "no answer within 0.1 s"),
+        ("echo 'No devices were found'; exit 6", ""),
+        ("echo 'NVIDIA H100, 81559 MiB, 9.0'", ""),
+    ],
+)
+def test_a_driver_that_does_not_work_is_told_where_the_ranks_would_train_on_the_cpu(
+    prints, problem, monkeypatch, tmp_path, capsys
+):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{prints}\n")
+    tool.chmod(0o755)
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(hardware, "TOOL_S", 0.1 if "sleep" in prints else 20)
+    found = hardware.detect().driver_problem
+    assert found.startswith(problem) and bool(found) == bool(problem)
+    for flags, is_told in ([], bool(problem)), (["--cpu"], False):
+        assert run(["launch", *flags, "--dry-run", "train.py"]) == 0
+        assert ("nvidia-smi fails here (got '" in capsys.readouterr().err) == is_told
+    assert run(["launch", "--set", "use_cpu=false", "-n", "2", "train.py"]) == EXIT_MACHINE
+    assert (f"no GPU (nvidia-smi fails: {problem}" in capsys.readouterr().err) == bool(problem)
+
+
 @pytest.fixture
 def only_torch_knows(monkeypatch):
     """A machine without GPUs of NVIDIA or AMD, where torch has answered with two devices of a third kind."""
-    monkeypatch.setattr(hardware, "_nvidia", list)
+    monkeypatch.setattr(hardware, "_nvidia", lambda: ([], "fails"))
     monkeypatch.setattr(hardware, "_nvidia_without_tool", list)
     monkeypatch.setattr(hardware, "_rocm", list)
     monkeypatch.setattr(other_devices, "_may_exist", lambda: True)

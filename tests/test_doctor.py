@@ -60,6 +60,10 @@ def test_what_a_machine_lacks_is_found_with_what_to_change(tmp_path):
     assert small.level is Level.WARNING and "--shm-size" in small.change
     assert machine.cores(config(num_processes=4), Machine((), 2)).level is Level.WARNING
     assert machine.cores(config(num_processes=2), Machine((), 2)).level is Level.OK
+    broken = machine.findings(config(use_cpu=True), Machine((), 2, driver_problem="NVML failed"), tmp_path, {})
+    assert [(one.level, one.found) for one in broken if one.check == "GPUs"] == [
+        (Level.WARNING, "nvidia-smi fails: NVML failed")
+    ]
     found = machine.configuration(config(num_processes=2, num_machines=2, use_cpu=True), Machine((), 2), {})
     assert [one.level for one in found] == [Level.ERROR] and "give --main HOST:PORT" in found[0].found
 

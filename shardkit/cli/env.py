@@ -43,6 +43,7 @@ def _facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "devices": _devices(hardware),
+        **({"driver": f"nvidia-smi fails: {hardware.driver_problem}"} if hardware.driver_problem else {}),
         "cores": hardware.cores,
         "memory": in_words(hardware.memory_bytes),
         "backends": _backends(),

@@ -377,6 +377,7 @@ def _notes(asked: Asked, loaded: "LoadedConfig", machine: "Machine", scheduler: 
     notes = (
         *loaded.notes,
         None if loaded.path else _other_file(),
+        preflight.driver_warning(machine) if loaded.origins["use_cpu"].kind == "hardware" else None,
         preflight.core_warning(config, machine),
         preflight.socket_warning(tempfile.gettempdir()),
         preflight.rank_warning(variables),

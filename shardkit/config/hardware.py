@@ -20,6 +20,11 @@ _BF16_CAPABILITY = 8.0
 EIGHT_BITS = {"fp8": 8.9, "mxfp8": 10.0}
 """The same for products of matrices in fp8, and in fp8 with a scale for each 32 numbers (PTX ISA, mma and tcgen05)."""
 
+TOOL_S = 20
+"""How long a tool may take."""
+_NO_GPU = "No devices were found"
+"""What nvidia-smi says where the driver works, and the machine, or this job, has no GPU."""
+
 
 def multiplies_in(capability: float | None, dtype: str) -> bool | None:
     """Whether a GPU of this capability multiplies matrices in fp8 or mxfp8; None where that is not known."""
@@ -54,34 +59,49 @@ class Hardware:
     scheduler: Scheduler | None = None
     installed: int = 0
     """Devices of the machine, with those that CUDA_VISIBLE_DEVICES hides; those that it shows may be parts of them."""
+    driver_problem: str = ""
+    """What nvidia-smi says where it fails and no device is found; empty else."""
 
     @property
     def in_words(self) -> str:
         if not self.devices:
-            return f"no GPU, {counted(self.cores, 'core')}"
+            fails = " (nvidia-smi fails)" if self.driver_problem else ""
+            return f"no GPU{fails}, {counted(self.cores, 'core')}"
         return f"{len(self.devices)} x {self.devices[0].name}"
 
 
 def detect() -> Hardware:
     """The hardware that this process may use."""
-    found = _nvidia() or _nvidia_without_tool() or _rocm()
+    listed, problem = _nvidia()
+    found = listed or _nvidia_without_tool() or _rocm()
     visible = _visible(found) if found else [Device(*one) for one in other_devices.found()]
-    return Hardware(tuple(visible), _cores(), _memory_bytes(), scheduler(), len(found or visible))
+    installed = len(found or visible)
+    return Hardware(
+        tuple(visible), _cores(), _memory_bytes(), scheduler(), installed, driver_problem="" if installed else problem
+    )
 
 
-def _run(command: list[str]) -> str:
-    """A tool's output; empty where it is missing, fails or hangs."""
+def _run(command: list[str]) -> tuple[str, str]:
+    """(a tool's output, why there is none): the first line of what it prints where it fails. Both are empty where it is
+    not installed."""
     if shutil.which(command[0]) is None:
-        return ""
+        return "", ""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S, check=False)
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {TOOL_S} s"
+    except (OSError, subprocess.SubprocessError) as error:
+        return "", str(error)
+    if done.returncode == 0:
+        return done.stdout, ""
+    said = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    return "", said[0].strip() if said else f"exit code {done.returncode}"
 
 
-def _nvidia() -> list[Device]:
-    return parse_nvidia_smi(_run(["nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader"]))
+def _nvidia() -> tuple[list[Device], str]:
+    """(the devices, why nvidia-smi does not tell them)."""
+    text, problem = _run(["nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader"])
+    return parse_nvidia_smi(text), "" if problem == _NO_GPU else problem
 
 
 def parse_nvidia_smi(text: str) -> list[Device]:
@@ -123,7 +143,7 @@ def _visible(devices: list[Device]) -> list[Device]:
     chosen = next((value for value in map(env.get, names) if value is not None), None)
     if chosen is None:
         return devices
-    listed = _run(["nvidia-smi", "-L"]) if "MIG-" in chosen else ""
+    listed, _ = _run(["nvidia-smi", "-L"]) if "MIG-" in chosen else ("", "")
     visible = []
     for name in chosen.split(","):
         name, number = name.strip(), number_in(name)

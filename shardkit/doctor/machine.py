@@ -53,6 +53,9 @@ def findings(config: Config, machine: Machine, folder: Path, variables: dict[str
     yield from address(config)
     if device_of(config) == "cuda":
         yield from gpus()
+    elif machine.driver_problem:
+        change = "check the driver and dmesg, if this machine has GPUs: without it a run trains on the CPU"
+        yield Finding("GPUs", f"nvidia-smi fails: {machine.driver_problem}", Level.WARNING, change)
 
 
 def facts() -> dict[str, Any]:

@@ -54,13 +54,15 @@ class Machine:
     """GPUs of the machine, with those that variables hide."""
     kind: str = "cuda"
     """The devices' kind, for torch; that of AMD's GPUs is cuda, too."""
+    driver_problem: str = ""
+    """What nvidia-smi says where it fails and no device is found; empty else."""
 
     @classmethod
     def of(cls, hardware: Hardware) -> "Machine":
         """This one, as its hardware was detected."""
         names = tuple(device.name for device in hardware.devices)
         kind = next((device.kind for device in hardware.devices if device.kind != "rocm"), "cuda")
-        return cls(names, hardware.cores, hardware.memory_bytes, hardware.installed, kind)
+        return cls(names, hardware.cores, hardware.memory_bytes, hardware.installed, kind, hardware.driver_problem)
 
     @property
     def noun(self) -> str:
@@ -163,7 +165,8 @@ def device_problems(config: Config, machine: Machine, variables: Mapping[str, st
         return []
     if wanted <= len(machine.devices):
         return _of_gpu_ids(config, machine)
-    have = counted(len(machine.devices), machine.noun) if machine.devices else "no GPU"
+    fails = f" (nvidia-smi fails: {machine.driver_problem})" if machine.driver_problem else ""
+    have = counted(len(machine.devices), machine.noun) if machine.devices else f"no GPU{fails}"
     visible = variables.get("CUDA_VISIBLE_DEVICES")
     check = f' or check CUDA_VISIBLE_DEVICES (now "{visible}")' if visible is not None else ""
     fewer = f"set it to {len(machine.devices) * config.num_machines}, or " if machine.devices else ""
@@ -275,6 +278,16 @@ def core_warning(config: Config, machine: Machine) -> str | None:
     return (
         f"warning: {ranks_here} ranks share {counted(machine.cores, 'CPU core')}; the run will be slow "
         "(in a SLURM job: srun --cpus-per-task=N gives it more)."
+    )
+
+
+def driver_warning(machine: Machine) -> str | None:
+    """A warning where ranks train on the CPU because the driver of the GPUs does not work; else None."""
+    if not machine.driver_problem:
+        return None
+    return (
+        f"warning: the ranks train on the CPU, since no GPU was found, and nvidia-smi fails here (got "
+        f"{machine.driver_problem!r}); if this machine has GPUs, check their driver, else choose the CPU with --cpu."
     )
 
 
