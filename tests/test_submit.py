@@ -421,6 +421,11 @@ def test_flags_that_need_another_are_refused_before_a_job_is_made(capsys):
             ["--to", "slurm", "--resume", "never", "train.py"],
             "--resume: a job resumes from the newest checkpoint, since",
         ),
+        (
+            ["--to", "slurm", "--resume", "runs/it's/step-00000100", "train.py"],  # each start would begin there again
+            "preemption (got runs/it's/step-00000100); leave it out, write `accelerator.resume() or "
+            'accelerator.load_state("runs/it\'s/step-00000100")` in the script, and save to a new folder.',
+        ),
         (["--to", "slurm", "--name", "a b", "train.py"], "--name: may only have letters, digits, dots and dashes"),
         (["--to", "jobset", "--name", "Train", "train.py"], "--name: may only have lower-case letters"),
         (["--to", "jobset", "train.py"], "--image: a container image with the script and shardkit is missing"),

@@ -57,9 +57,7 @@ Resume = Annotated[
 ]
 ResumeOfJob = Annotated[
     str | None,
-    typer.Option(
-        "--resume", metavar="WHICH", help="auto (the newest valid checkpoint; default), or the path or URL of one."
-    ),
+    typer.Option("--resume", metavar="WHICH", help="auto (default): a job begins at its newest valid checkpoint."),
 ]
 Restarts = Annotated[
     str | None,

@@ -202,14 +202,19 @@ def _missing(config: Config, origins: dict[str, Origin], path: Path | None) -> l
 
 
 def _problem_of_resume(loaded: files.LoadedConfig) -> list[str]:
-    """Why a job cannot start afresh every time, where a flag or variable asks for that: the engine starts it again."""
+    """Why a job can neither begin afresh every time, where a flag or variable asks for that, nor at one checkpoint: the
+    engine starts it again, and what it has saved meanwhile would be lost."""
     name = "shardkit.checkpoint.resume"
-    origin = loaded.origins[name]
-    if loaded.config.shardkit.checkpoint.resume != "never" or origin.kind not in ("flag", "environment"):
+    origin, wanted = loaded.origins[name], loaded.config.shardkit.checkpoint.resume
+    if wanted == "auto" or (wanted == "never" and origin.kind not in ("flag", "environment")):
         return []
+    instead = "and save to a new folder to train from the beginning"
+    if wanted != "never":
+        begin = f"`accelerator.resume() or accelerator.load_state({wanted!r})`"
+        instead = f"write {begin} in the script, and save to a new folder"
     return [
         f"{origin.of(name)}: a job resumes from the newest checkpoint, since its engine starts it again after a "
-        "preemption (got never); leave it out, and save to a new folder to train from the beginning."
+        f"preemption (got {wanted}); leave it out, {instead}."
     ]
 
 
