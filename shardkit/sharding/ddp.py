@@ -12,11 +12,11 @@ from shardkit.distributed.tensors import every_parameter
 from shardkit.sharding import precision
 from shardkit.sharding.ddp_gradients import take_detach
 from shardkit.sharding.ddp_names import take_names_of_replicas
-from shardkit.sharding.ddp_replica import Replica, ReplicaOfSeveral
+from shardkit.sharding.ddp_replica import Replica, ReplicaOfSeveral, replicas
 from shardkit.sharding.gradient_sync import GradientMean, sync_with_model, watch_backward
 
-_reducing: WeakSet[Replica | GradientMean] = WeakSet()
-"""What reduces gradients of replicated models, also of those that an Accelerator has freed."""
+_means: WeakSet[GradientMean] = WeakSet()
+"""Of replicated models that had no trainable parameters when they were prepared."""
 
 
 def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
@@ -25,18 +25,18 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
         return model
     may_be_unused, section = config.shardkit.ddp_find_unused_parameters, config.shardkit.ddp
     own = {id(p) for p in every_parameter(model)}
-    for earlier in list(_reducing):
+    for earlier in [*replicas, *_means]:  # also those that an Accelerator has freed
         earlier.leave(own)
     if not any(p.requires_grad for p in every_parameter(model)):
         means = GradientMean(every_parameter(model), may_be_unused)
-        _reducing.add(means)
+        _means.add(means)
         sync_with_model(model, means)
         watch_backward(model, lambda arrived: means.reduce())
         take_names_of_replicas(model)
         return model
     take_detach()
     is_several = isinstance(model, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-    replica = (ReplicaOfSeveral if is_several else Replica)(
+    return (ReplicaOfSeveral if is_several else Replica)(
         model,
         precision.of(config).reduce,
         section,
@@ -48,5 +48,3 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
         init_sync=False,  # values were synchronized before, or sync_module_states is false
         process_group=unchecked_group(),
     )
-    _reducing.add(replica)
-    return replica

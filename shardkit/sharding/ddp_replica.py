@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -27,6 +28,9 @@ from shardkit.wording import first_few
 
 _KEPT = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"} | {"require_backward_grad_sync"}
 """Kept when the reducer is created again, also by the forward of a micro-batch whose gradients are not reduced."""
+
+replicas: WeakSet[Replica] = WeakSet()
+"""All that there are, also copies."""
 
 
 class Replica(DistributedDataParallel):
@@ -52,6 +56,7 @@ class Replica(DistributedDataParallel):
         self._left: list[nn.Parameter] | None = None
         self._watch = EndOfBackward(every_parameter(model), self._after_backward)
         take_names_of_the_model(self)
+        replicas.add(self)
         self._takes_attributes = True  # from now on those that are not its own are the inner model's
 
     def _engage(self, model: nn.Module) -> None:

@@ -405,6 +405,29 @@ def a_reference_that_takes_the_trained_weights(run: Run) -> None:
 
 
 @loop()
+def a_copy_of_the_prepared_model_trained_beside_it(run: Run) -> None:
+    """Adversarial weight perturbation: a copy, prepared too, goes up the loss, and the model trains at its weights."""
+    model, optimizer = started(run)
+    proxy = copy.deepcopy(model)
+    proxy, uphill = run.prepare(proxy, torch.optim.SGD(proxy.parameters(), lr=0.05))
+    for step in range(run.steps):
+        proxy.load_state_dict(model.state_dict())
+        run.backward(-loss_of(proxy, run.batch(step)))
+        run.step(uphill)
+        moved = [(q - p).detach() for p, q in zip(model.parameters(), proxy.parameters(), strict=True)]
+        with torch.no_grad():
+            for p, by in zip(model.parameters(), moved, strict=True):
+                p.add_(by)
+        loss = loss_of(model, run.batch(step))
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
+        with torch.no_grad():
+            for p, by in zip(model.parameters(), moved, strict=True):
+                p.sub_(by)
+
+
+@loop()
 def gradients_copied(run: Run) -> None:
     """Of earlier steps, by copy.deepcopy: a momentum of the script's own."""
     model, optimizer = started(run)
