@@ -252,7 +252,7 @@ class Replica(DistributedDataParallel):
             raise ModelError(
                 f"DDP: the gradients are not reduced, since parameters of the model have no gradient (got none for "
                 f"{first_few(of_missing, 3)}); set shardkit.ddp_find_unused_parameters: true, or freeze them; "
-                "change and tie modules before prepare."
+                "change and tie modules before prepare, and keep what forward sets in a buffer."
             )
 
     def _after_backward(self, arrived: list[torch.Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributions import Independent, Normal
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.loops.net import Net, Part, adam, cross_entropy, loss_of, started, train
+from tests.loops.net import Net, Part, adam, cross_entropy, evaluate, loss_of, started, train
 from tests.loops.run import BY_SIZE, LOOPS, WHOLE, WORDS, Loop, Run, loop
 
 
@@ -291,6 +292,65 @@ def a_method_with_a_parameter_of_its_own(run: Run) -> None:
         run.backward(loss)
         run.step(optimizer)
         run.see_mean(loss)
+
+
+class Stepping(Net):
+    """A method that calls the model itself, as `training_step` of Lightning does, and a forward that calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WORDS))
+
+    def forward(self, tokens: torch.Tensor, hint: torch.Tensor | None = None) -> torch.Tensor:
+        if hint is None:
+            with torch.no_grad():
+                hint = self(tokens, torch.zeros(()))
+            hint = hint + 0.1 * self(tokens, hint)
+        return super().forward(tokens) * self.scale + 0.1 * hint
+
+    def training_step(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss = cross_entropy(self(tokens[:, :-1]) * self.scale, tokens)
+        with torch.no_grad():
+            aim = self(tokens.flip(1)) * self.scale
+        return loss + 0.1 * (self(tokens.flip(1)) * self.scale - aim.tanh()).pow(2).mean()
+
+
+class Learning(Stepping):
+    """A method with whole steps: forward, backward, and what the optimizer does."""
+
+    def learn(self, run: Run, optimizer: Any, tokens: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            loss = cross_entropy(self(tokens[:, :-1]) * self.scale, tokens)
+            run.backward(loss)
+            run.step(optimizer)
+        return loss.detach() + (self(tokens) * self.scale).mean()
+
+
+@loop()
+def a_method_with_whole_steps(run: Run) -> None:
+    torch.manual_seed(0)
+    model, optimizer = started(run, Learning())
+    if not run.is_plain:
+        run.accelerator.register_forward_method(model, "learn")
+    for step in range(run.steps):
+        run.see_mean(model.learn(run, optimizer, run.batch(step)))
+        evaluate(run, model)
+
+
+@loop()
+def a_method_that_calls_the_model_itself(run: Run) -> None:
+    torch.manual_seed(0)
+    model, optimizer = started(run, Stepping())
+    if not run.is_plain:
+        run.accelerator.register_forward_method(model, "training_step")
+    for step in range(run.steps):
+        loss = model.training_step(run.batch(step))
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
+        with torch.no_grad(), suppress(RuntimeError):
+            model.training_step(run.batch(step).float())  # raises in its first forward
+        evaluate(run, model)
 
 
 class Scaling(nn.Module):

@@ -1,4 +1,4 @@
-"""Losses made of derivatives by the inputs, as physics-informed networks have, by the transforms of torch.func."""
+"""Losses made of derivatives by the inputs, as physics-informed networks have."""
 
 from __future__ import annotations
 
@@ -57,3 +57,36 @@ _loop = partial(loop, fsdp=BY_SIZE, refused=_REFUSED, refused_alone=True)
 for _name, _residual in RESIDUALS.items():
     _loop(f"derivatives_{_name}", is_long_run_only=_name not in ("jacrev", "with_values"))(_loop_of(_residual))
 _loop("derivatives_in_windows", accumulation=3, is_long_run_only=True)(_loop_of(RESIDUALS["with_values"]))
+
+
+class Equation(nn.Module):
+    """A solution u(x, t), and an unknown of its equation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.solution, self.log_diffusion = layers(2, 6, 5, 1), nn.Parameter(torch.tensor([-1.0]))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return self.solution(points)
+
+    def residual(self, points: torch.Tensor) -> torch.Tensor:
+        u = self(points)
+        first = torch.autograd.grad(u.sum(), points, create_graph=True)[0]
+        second = torch.autograd.grad(first[:, 0].sum(), points, create_graph=True)[0][:, 0]
+        return first[:, 1] - self.log_diffusion.exp() * second
+
+
+@loop(fsdp=BY_SIZE)
+def an_unknown_of_an_equation(run: Run) -> None:
+    """A method that calls the model itself and torch.autograd.grad, and then uses a parameter of the model."""
+    torch.manual_seed(1)
+    model = Equation()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    if not run.is_plain:
+        run.accelerator.register_forward_method(model, "residual")
+    for step in range(run.steps):
+        points, values = run.draw(step, 2).requires_grad_(), run.draw(step + 50, 1)
+        loss = (model(points) - values).square().mean() + model.residual(points).square().mean()
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)

@@ -45,13 +45,20 @@ class _Entry:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.group._sharded_state is ShardedState.UNSHARDED:
-            return self.around(*args, **kwargs)
+            return self._run(args, kwargs)
         args, kwargs = self._state._pre_forward(self._module, args, kwargs)
         try:
-            output = without_views(self.around(*args, **kwargs))
+            output = without_views(self._run(args, kwargs))
             return self._state._post_forward(self._module, args, output)
         finally:
             recover_if_raised(self._state)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        self._state._running += 1
+        try:
+            return self.around(*args, **kwargs)
+        finally:
+            self._state._running -= 1
 
 
 def _enters(method: Any, state: Any) -> bool:

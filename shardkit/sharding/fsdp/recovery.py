@@ -11,7 +11,7 @@ from shardkit.sharding.hooks import is_in_backward
 
 def recover_if_broken_off(root: Any) -> None:
     """Called before a forward: resets the units if an exception ended the last forward or backward."""
-    if is_in_backward():
+    if is_in_backward() or root._running:
         return
     if root._training_state != TrainingState.IDLE or root._state_ctx.post_backward_final_callback_queued:
         _recover(root)
@@ -22,6 +22,15 @@ def recover_if_raised(state: Any) -> None:
     if state._training_state == TrainingState.FORWARD:
         _explain(sys.exc_info()[1])
         _recover(state)
+
+
+def after_forward(root: Any) -> None:
+    """Called after each forward of the root, also one that raised: one that was called by another method of the root's
+    unit ends neither the pass nor the method."""
+    if root._running and not is_in_backward():
+        root._training_state, root._state_ctx.iter_forward_root = TrainingState.FORWARD, root
+    else:
+        recover_if_raised(root)
 
 
 def _explain(error: BaseException | None) -> None:

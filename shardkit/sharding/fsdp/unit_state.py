@@ -44,7 +44,7 @@ from shardkit.sharding.fsdp.internals import (
     warn_of_newer,
 )
 from shardkit.sharding.fsdp.outputs import LeftOnModules, in_objects, may_be_differentiated
-from shardkit.sharding.fsdp.recovery import recover_if_broken_off, recover_if_raised
+from shardkit.sharding.fsdp.recovery import after_forward, recover_if_broken_off
 from shardkit.sharding.fsdp.trace import Trace, set_trace
 from shardkit.sharding.hooks import accumulates, hook_weakly, is_in_backward, track_autograd
 from shardkit.sharding.offloaded_gradients import Turns
@@ -75,6 +75,10 @@ class UnitState(FSDPState):
     """FSDP2's state of a unit. `adopt` changes the class of torch's object; hooks that torch has registered stay."""
 
     _pass: _Pass
+    _running: int = 0
+    """How many methods of the unit's modules (usually forwards) run, one inside the other. A forward of the unit that
+    one of them calls, such as `self(x)` in a method beside forward, is a part of it: gathers, frees and hooks
+    nothing."""
 
     def _root_pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._state_ctx.iter_forward_root is None and not (is_in_backward() or self._pass.is_unsharded):
@@ -89,6 +93,9 @@ class UnitState(FSDPState):
         if torch.is_grad_enabled():
             self._pass.keeps_graph = True
         return super()._pre_backward(grad)
+
+    def _register_pre_backward_hook(self, output: Any) -> Any:
+        return output if self._running else super()._register_pre_backward_hook(output)
 
     def _gradient_arrived(self, _: torch.Tensor) -> None:
         self._register_root_post_backward_final_callback()
@@ -109,10 +116,11 @@ class UnitState(FSDPState):
     def _begin_second_backward(self) -> None:
         """The backward that built the graph of gradients has ended; parameters stay gathered for the next one."""
         for state in self._state_ctx.all_states:
-            state._training_state = TrainingState.IDLE
+            goes_on = state._running  # the backward was one of torch.autograd.grad in a method of the unit
+            state._training_state = TrainingState.FORWARD if goes_on else TrainingState.IDLE
             for group in groups_of(state):
-                group._training_state = TrainingState.IDLE
-                if group.is_unsharded:
+                group._training_state = state._training_state
+                if group.is_unsharded and not goes_on:
                     group._park()
                 if any(p._unsharded_param.grad is not None for p in group.fsdp_params if is_gathered_once(p)):
                     raise UsageError(
@@ -139,6 +147,8 @@ class UnitGroup(FSDPParamGroup):
     # ---- forward ----
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self._state._running and self.is_unsharded:
+            return args, kwargs
         if self._training_state != TrainingState.FORWARD:
             if self._changed_shards is None:
                 self._to_sharded()  # what an earlier forward left may be stale by now
@@ -151,6 +161,8 @@ class UnitGroup(FSDPParamGroup):
         return super().pre_forward(module, args, kwargs)
 
     def post_forward(self, module: Any, input: Any, output: Any) -> Any:
+        if self._state._running:
+            return output
         if self.is_unsharded and not is_in_backward():
             self._writes.refuse()
         output = super().post_forward(module, input, output)
@@ -261,7 +273,8 @@ class UnitGroup(FSDPParamGroup):
     # ---- backward ----
 
     def post_backward(self, *unused: Any) -> None:
-        if torch.is_grad_enabled() or self._state._pass.is_second_due:
+        is_inside = self._state._running and not accumulates()  # torch.autograd.grad in a method of the unit
+        if torch.is_grad_enabled() or self._state._pass.is_second_due or is_inside:
             return  # a later backward still needs the parameters; its end calls this again
         if not self.reduce_grads and not any(map(is_gathered_once, self.fsdp_params)):
             return  # no forward has reached the unit, and torch would look for gradients of its gathered parameters
@@ -353,7 +366,7 @@ def finish(model: nn.Module, compiled: Iterable[nn.Module] = ()) -> None:
     root = root_of(model)
     root._lazy_init()
     model.register_forward_pre_hook(lambda module, args: recover_if_broken_off(root), prepend=True)
-    model.register_forward_hook(lambda module, args, output: recover_if_raised(root), always_call=True)
+    model.register_forward_hook(lambda module, args, output: after_forward(root), always_call=True)
     for state in states_of(model):
         for group in groups_of(state):
             if group._reshard_after_forward:

@@ -41,8 +41,9 @@ class Writes:
             may_differ = self._as_gathered[number] != before or (is_compared and not is_composed(gathered.detach()))
             if not is_there or (may_differ and _differs_from_shard(parameter)):
                 raise UsageError(
-                    f"forward: {_name(parameter)} was written during forward, and the new values would be lost; write "
-                    "to parameters outside of forward, such as after the optimizer's step, or use strategy NO_SHARD."
+                    f"forward: {_name(parameter)} was written during forward, and the new values would be lost; keep "
+                    "what forward sets in a buffer, write to parameters after the optimizer's step, or use strategy "
+                    "NO_SHARD."
                 )
 
 
