@@ -26,7 +26,8 @@ class Checkpointing(Topology):
         if bad:
             kinds = ", ".join(type(one).__name__ for one in bad)
             raise UsageError(
-                f"register_for_checkpointing: no state_dict and load_state_dict (got {kinds}); give the class both."
+                f"register_for_checkpointing: no state_dict and load_state_dict (got {kinds}); give the class both, or "
+                "register an object that has them."
             )
         for one in registered:
             if not any(one is known for known in self._run.registered):
