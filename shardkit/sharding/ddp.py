@@ -25,8 +25,9 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
         return model
     may_be_unused, section = config.shardkit.ddp_find_unused_parameters, config.shardkit.ddp
     own = {id(p) for p in every_parameter(model)}
-    for earlier in [*replicas, *_means]:  # also those that an Accelerator has freed
-        earlier.leave(own)
+    earlier: list[Replica | GradientMean] = [*replicas, *_means]  # also those that an Accelerator has freed
+    for one in earlier:
+        one.leave(own)
     if not any(p.requires_grad for p in every_parameter(model)):
         means = GradientMean(every_parameter(model), may_be_unused)
         _means.add(means)
