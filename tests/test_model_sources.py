@@ -293,6 +293,20 @@ def test_the_users_error_names_the_line(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_function_that_loads_weights_is_told_to_build_from_the_configuration(tmp_path):
+    from transformers import BertConfig
+
+    BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1).save_pretrained(tmp_path / "tiny")
+    code = "from transformers import {0}\n\n\ndef build():\n    return {0}.from_pretrained({1!r})\n"
+    write(tmp_path, "model.py", code.format("BertModel", "tiny"))
+    with pytest.raises(ModelError, match=r"no weights are needed: write from_config\(.* at model\.py:5, or give"):
+        describe("model:build", folder=tmp_path)
+    write(tmp_path, "configuration.py", code.format("BertConfig", "no/such"))
+    with pytest.raises(ModelError, match=r"correct the code at configuration\.py:5, or describe its sizes"):
+        describe("configuration:build", folder=tmp_path)
+
+
+@pytest.mark.slow
 def test_code_that_does_not_parse_names_the_line(tmp_path):
     write(tmp_path, "mine.py", "import torch\ndef build(:\n")
     with pytest.raises(ModelError, match=r"^mine\.py:2: .*SyntaxError"):

@@ -13,7 +13,10 @@ from torch.nn import functional
 from shardkit.config.schema import Config, FsdpConfig
 from shardkit.distributed.tensors import local_part
 from shardkit.errors import ModelError
+from shardkit.model.describe import ModelDescription, TransformerFacts, from_json, to_json
 from shardkit.model.live import tree_of
+from shardkit.plan.closed_form import estimate
+from shardkit.plan.roofline import work_per_token
 from shardkit.runtime import summary
 from shardkit.runtime.accelerator import Accelerator
 from shardkit.sharding import unfit
@@ -124,6 +127,25 @@ def test_replicas_take_the_scales_of_rank_0_and_the_table_counts_weights(ranks):
     assert found["losses"] == pytest.approx(losses_of(alone, adam(alone)), rel=1e-5)
     assert f"{3 * (WIDTH * WIDTH + 8 * WIDTH):,} parameters" in found["table"]
     assert "parameters 4 bits in bf16 and fp32, compute fp32," in found["table"]
+
+
+@pytest.mark.parametrize(("storage", "is_packed"), [("uint8", True), ("bfloat16", True), ("bfloat16", False)])
+def test_a_plan_counts_the_weights_and_has_the_bytes_of_their_containers(storage, is_packed):
+    """Before bitsandbytes packs them, too: a plan builds no values."""
+    model = model_in_4_bits(storage)
+    if not is_packed:
+        for layer in model:
+            data = torch.empty(WIDTH, WIDTH, device="meta")
+            layer.weight = Bits(data, bnb_quantized=False, quant_storage=getattr(torch, storage))
+    description = from_json(to_json(ModelDescription("", "Model", tree_of(model))))
+    matrices, low_rank = 3 * WIDTH * WIDTH, 3 * 8 * WIDTH
+    assert description.numel == matrices + low_rank
+    facts = TransformerFacts(layers=1, hidden=WIDTH, heads=1, key_value_heads=1, feed_forward=WIDTH)
+    work = work_per_token(description.tree, facts, 0)
+    assert work.forward == 2 * (matrices + low_rank)
+    assert work.backward == 2 * (2 * matrices // 3 + 2 * low_rank)  # nothing before the first trained one
+    planned = estimate(description.tree, Config(mixed_precision="bf16", num_processes=2), world_size=2)
+    assert planned.memory.peak.parameters == (matrices // 2 + 4 * low_rank) // 2
 
 
 def test_a_layout_for_inference_is_refused():

@@ -100,7 +100,7 @@ def test_the_closed_form_agrees_within_five_percent(strategy):
 @pytest.mark.parametrize(
     ("optimizer", "per_parameter"),
     [
-        *(("sgd", 0), ("momentum", 4), ("adagrad", 12), ("rmsprop", 8), ("sgd-schedulefree", 4)),
+        *(("sgd", 0), ("momentum", 4), ("adagrad", 12), ("rmsprop", 8), ("lion", 8), ("sgd-schedulefree", 4)),
         *(("nadam", 12), ("radam", 12), ("adamax", 12), ("adadelta", 16), ("AdamW_ScheduleFree", 12)),
     ],
 )

@@ -1,6 +1,6 @@
 """The description of a model as a plain value, and its JSON form, in which the child process returns it."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -67,8 +67,8 @@ class ModelDescription:
 
     @property
     def numel(self) -> int:
-        """Number of parameters, tied ones counted once."""
-        return self.tree.numel
+        """Number of parameters, tied ones counted once, and packed ones as what they hold."""
+        return self.tree.weights
 
     @cached_property
     def block_classes(self) -> list[BlockClass]:
@@ -143,9 +143,10 @@ def _node_from_json(data: list[Any]) -> ModuleNode:
 
 
 def _parameter_to_json(parameter: Parameter) -> list[Any]:
-    return [parameter.name, list(parameter.shape), parameter.dtype, parameter.trainable, parameter.tied_to]
+    name, shape, *others = (getattr(parameter, field.name) for field in fields(Parameter))
+    return [name, list(shape), *others]
 
 
 def _parameter_from_json(data: list[Any]) -> Parameter:
-    name, shape, dtype, trainable, tied_to = data
-    return Parameter(name, tuple(shape), dtype, trainable, tied_to)
+    name, shape, *others = data
+    return Parameter(name, tuple(shape), *others)

@@ -1,5 +1,7 @@
 """A live torch module as a module tree."""
 
+from math import prod
+
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -20,7 +22,9 @@ def tree_of(model: nn.Module) -> ModuleNode:
         first = first_names.setdefault(id(tensor), full)
         shape, kind = packed.shape_and_dtype(tensor)
         dtype = str(kind).removeprefix("torch.")
-        return Parameter(name, shape, dtype, tensor.requires_grad, None if first == full else first)
+        count = packed.numel(tensor)
+        holds = count if count != prod(shape) else 0
+        return Parameter(name, shape, dtype, tensor.requires_grad, None if first == full else first, holds)
 
     def visit(module: nn.Module, fqn: str, is_kept_whole: bool = False) -> ModuleNode:
         prefix = f"{fqn}." if fqn else ""

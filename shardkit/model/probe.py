@@ -39,7 +39,7 @@ def main() -> None:
             found = to_json(describe(spec))
         answer: dict[str, Any] = {"description": found}
     except (Exception, SystemExit) as error:
-        answer = {"error": error_text(error), "where": where(error)}
+        answer = {"error": error_text(error), "where": where(error), "loads": loads_weights(error)}
     Path(result).write_text(json.dumps(answer))
 
 
@@ -183,6 +183,13 @@ def where(error: BaseException) -> str | None:
     not_theirs = (str(PACKAGE), str(LIBRARIES), str(STANDARD_LIBRARY), "<")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(not_theirs)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+
+
+def loads_weights(error: BaseException) -> bool:
+    """Whether it comes from a `from_pretrained` that loads a model, not only a configuration."""
+    frames = traceback.extract_tb(error.__traceback__)
+    calls = [Path(frame.filename).name for frame in frames if frame.name == "from_pretrained"]
+    return bool(calls) and not calls[0].startswith("configuration")
 
 
 def in_library(error: BaseException) -> str | None:

@@ -156,12 +156,14 @@ def _in_child(kind: str, spec: str, timeout_s: float, folder: Path) -> Any:
             )
         answer = json.loads(result.read_text())
     if "error" in answer:
-        raise ModelError(_not_built(kind, spec, answer["error"], child.relative_place(answer["where"], folder)))
+        place = child.relative_place(answer["where"], folder)
+        raise ModelError(_not_built(kind, spec, answer["error"], place, answer["loads"]))
     return answer["description"]
 
 
-def _not_built(kind: str, spec: str, error: str, place: str | None) -> str:
-    """The error text for a model whose code failed, with the place in the user's files if known."""
+def _not_built(kind: str, spec: str, error: str, place: str | None, loads: bool) -> str:
+    """The error text for a model whose code failed, with the place in the user's files if known. `loads`: it failed
+    where it loads weights."""
     or_sizes = "" if kind == "prepared" else f", {CLOSED_FORM_HINT}"  # sizes have no optimizers
     if place is None:
         what = {
@@ -170,7 +172,8 @@ def _not_built(kind: str, spec: str, error: str, place: str | None) -> str:
             "transformers": "correct the file, or install a version of Transformers that knows this model",
         }[kind]
         return f"--model {spec}: cannot be built on the meta device ({error}); {what}{or_sizes}."
-    return (
-        f"{place}: the model {spec} cannot be built on the meta device ({error}); "
-        f"correct the code at {place}{or_sizes}."
-    )
+    advice = f"correct the code at {place}{or_sizes}"
+    if loads:
+        or_folder = "" if kind == "prepared" else ", or give --model the folder of that configuration"
+        advice = f"no weights are needed: write from_config(AutoConfig.from_pretrained(...)) at {place}{or_folder}"
+    return f"{place}: the model {spec} cannot be built on the meta device ({error}); {advice}."

@@ -12,17 +12,23 @@ from shardkit.digits import number_in
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a module. `tied_to` is the fqn of the first name of the same tensor, if this is a later name."""
+    """One parameter of a module. `tied_to` is the fqn of the first name of the same tensor, if this is a later name.
+    `packed`: the number of weights whose bits its elements hold; 0 where each element is a weight."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
     tied_to: str | None = None
+    packed: int = 0
 
     @cached_property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def weights(self) -> int:
+        return self.packed or self.numel
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,11 @@ class ModuleNode:
     def numel(self) -> int:
         """Number of parameters here and below, tied ones counted once."""
         return sum(parameter.numel for _, parameter in self.owned())
+
+    @cached_property
+    def weights(self) -> int:
+        """As `numel`, with what packed parameters hold."""
+        return sum(parameter.weights for _, parameter in self.owned())
 
     @property
     def numel_with_tied(self) -> int:

@@ -67,7 +67,7 @@ def frozen_above(request: PlanRequest) -> str | None:
     if request.description.facts is None or not request.batch_size:
         return None
     above = dropwhile(lambda parameter: not parameter.trainable, (p for _, p in request.description.tree.owned()))
-    if sum(p.numel for p in above if not p.trainable) < max(1, _REMARKABLE * request.description.numel):
+    if sum(p.weights for p in above if not p.trainable) < max(1, _REMARKABLE * request.description.numel):
         return None
     return (
         "Frozen weights that a gradient passes: activations are counted as if these were trained; blocks with LoRA "

@@ -109,9 +109,11 @@ STATE: dict[str, Callable[[Shape], int]] = {
 }
 
 # torch/optim/adagrad.py, rmsprop.py, ..., _multi_tensor_*: the root of the second moment; Adagrad's scaled gradients
-# and Adadelta's update too. The same in schedule_free's AdamW. Adam's kernels are fused and SGD's work in place.
+# and Adadelta's update too. The same in schedule_free's AdamW. Adam's kernels are fused and SGD's work in place. Lion,
+# which torch lacks, makes the update before its sign is taken (timm.optim.lion, _multi_tensor_lion).
 _MADE_IN_STEP = {
     "adagrad": 2,
+    "lion": 1,
     "rmsprop": 1,
     "nadam": 1,
     "radam": 1,

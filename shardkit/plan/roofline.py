@@ -124,8 +124,8 @@ def unlike_published(
     """A note on what lies outside the runs that the efficiencies come from, where steps take longer; None if nothing
     does. Small products leave a device idle, and the latency of collectives and kernels is not in the estimate."""
     beyond = []
-    if tree.numel < PUBLISHED_NUMEL:
-        beyond.append(f"{count_text(tree.numel)} parameters")
+    if tree.weights < PUBLISHED_NUMEL:
+        beyond.append(f"{count_text(tree.weights)} parameters")
     if facts.experts:
         beyond.append("experts")
     if batch_size * seq_len < PUBLISHED_TOKENS:
@@ -162,9 +162,9 @@ def work_per_token(tree: ModuleNode, facts: TransformerFacts, seq_len: int) -> W
     is_before = True
     for parameter, share in _shares(tree, facts):
         is_before = is_before and not parameter.trainable
-        forward += 2.0 * parameter.numel * share
-        inputs += 0.0 if is_before else 2.0 * parameter.numel * share
-        own += 2.0 * parameter.numel * share if parameter.trainable else 0.0
+        forward += 2.0 * parameter.weights * share
+        inputs += 0.0 if is_before else 2.0 * parameter.weights * share
+        own += 2.0 * parameter.weights * share if parameter.trainable else 0.0
     width = facts.heads * facts.width_of_head
     attention = 4.0 * width * _tokens_seen(facts, seq_len)
     return Work(forward + attention, inputs + own + (0.0 if is_before else 2.0 * attention))

@@ -29,7 +29,7 @@ def optimizer_factory(name: str, kinds: Mapping[str, str] | None = None) -> Opti
     known: dict[str, tuple[Any, dict[str, Any]]] = {
         "sgd": (torch.optim.SGD, {"lr": 0.1}),
         "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-        "lion": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),  # torch has no Lion; it also keeps one moment
+        "lion": (_Lion, {}),
         "adam": (torch.optim.Adam, {}),
         "adamw": (torch.optim.AdamW, {}),
         "adagrad": (torch.optim.Adagrad, {}),
@@ -73,6 +73,24 @@ def _given_optimizers(spec: str) -> OptimizerFactory:
         return optimizers
 
     return made
+
+
+class _Lion(torch.optim.Optimizer):
+    """In place of Lion, which torch lacks: one moment, and the updates of all parameters at once."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    self.state[parameter]["moment"] = torch.zeros_like(_local(parameter))
+            updates = [self.state[parameter]["moment"].mul(0.9) for parameter in parameters]
+            for parameter, update in zip(parameters, updates, strict=True):
+                _local(parameter).add_(update.add_(_local(parameter.grad)).sign_(), alpha=-1e-4)
 
 
 class _Quantized(torch.optim.Optimizer):

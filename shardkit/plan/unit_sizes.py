@@ -209,14 +209,17 @@ def _cast_bytes(tree: ModuleNode, compute: str | None) -> int:
         for parameter in node.parameters:
             has_trainable = has_trainable or parameter.trainable
             is_matrix = len(parameter.shape) > 1 and not node.is_lookup
-            if has_trainable and is_matrix and parameter.dtype == "float32":
+            if has_trainable and is_matrix and parameter.dtype == "float32" and not parameter.packed:
                 sizes[parameter.tied_to or node.name_of(parameter)] = parameter.numel
     return sum(sizes.values()) * itemsize(compute)
 
 
 def _computed_itemsize(parameter: Parameter, compute: str | None) -> int:
-    """Bytes per element of a gathered parameter. Integers are not cast (FSDPParam.init_dtype_attrs)."""
-    return itemsize(compute if compute and parameter.dtype in _FLOATING else parameter.dtype)
+    """Bytes per element of a gathered parameter. Integers are not cast (FSDPParam.init_dtype_attrs), nor what holds
+    packed weights."""
+    if compute is None or parameter.packed or parameter.dtype not in _FLOATING:
+        return itemsize(parameter.dtype)
+    return itemsize(compute)
 
 
 @dataclass(frozen=True)
