@@ -365,16 +365,79 @@ def test_nothing_fits_is_said():
     assert (
         "92.7 GiB per rank, of which 46.3 are gradients being reduced and 34.3 are gathered units. Use" in fewest.text
     )
-    assert "Not even one sequence per rank fits" in largest.text
+    assert fewest.text.endswith("Use smaller units or larger devices.")
+    assert "Not even one sequence of 2,048 tokens per rank fits" in largest.text
     found = find(Question.STRATEGY, request)
     assert found.value is None
     assert found.text == "Strategy: 1 FULL_SHARD (least memory; no strategy fits)."
 
 
+@pytest.mark.parametrize(
+    ("model", "strategy", "recomputes", "advice"),
+    [
+        ("gpt:layers=80,hidden=8192,heads=64", 3, False, "FULL_SHARD, fsdp_offload_params, an optimizer with"),
+        ("gpt:layers=80,hidden=8192,heads=64", 2, True, "FULL_SHARD, smaller units or larger devices."),
+        ("gpt:layers=8,hidden=2048,heads=16,seq=65536", 1, False, "activation checkpointing, a smaller micro-batch,"),
+        ("gpt:layers=8,hidden=2048,heads=16,seq=65536", 1, True, "a smaller micro-batch, shorter sequences or larger"),
+    ],
+)
+def test_a_search_in_vain_names_what_lowers_the_largest_part(model, strategy, recomputes, advice):
+    request = make_request(model, strategy=strategy)
+    request = request.with_config(request.config.changed(fsdp={"activation_checkpointing": recomputes}))
+    assert f" Use {advice}" in find(Question.MIN_GPUS, request).text
+
+
+def test_a_search_for_the_largest_batch_names_the_sequences():
+    """The model's longest are planned where no length is given."""
+    request = make_request("gpt:layers=8,hidden=1024,heads=16,vocab=64,seq=100000")
+    implied = find(Question.MAX_BATCH, request).text
+    assert implied.endswith("100,000 tokens per rank fits: FULL_SHARD on 8 x L4 24 GB. --seq-len plans shorter ones.")
+    given = find(Question.MAX_BATCH, replace(request, seq_len=10_000)).text
+    assert given.startswith("Largest micro-batch: ") and given.endswith(
+        " of 10,000 tokens per rank (FULL_SHARD on 8 x L4 24 GB)."
+    )
+
+
+def test_a_change_to_host_memory_says_how_much(capsys):
+    asked = ("gpt-1t", "--world", "8", "--batch-size", "1", "--device", "h100-80")
+    found = json.loads(plan(capsys, *asked, "--json"))
+    (change,) = (each for each in found["changes"] if each["text"].startswith("fsdp_offload_params"))
+    assert change["host_bytes"] == pytest.approx(16 * found["model"]["parameters"] / 8, rel=0.01)
+    text = plan(capsys, *asked)
+    line = text.index("fsdp_offload_params: true")
+    assert text[line:].splitlines()[1].strip() == "with 1,880 GiB a rank in the host's memory"
+
+
+def test_a_time_without_the_copies_of_offload_says_so(capsys):
+    offload = "--set=fsdp_config.fsdp_offload_params=true"
+    asked = ("--model", SMALL, "--world", "8", "--batch-size", "1", "--json", offload)
+    for device, is_said in (("a100", True), ("80GiB", False), ("cpu", False)):
+        notes = json.loads(plan(capsys, *asked, "--device", device))["notes"]
+        assert any("Offload to the host makes a step longer" in note for note in notes) is is_said
+
+
+def test_the_answer_for_programs_has_the_settings_of_the_headline(capsys):
+    pairs = ["mixed_precision=fp8", "shardkit.gradient_accumulation_steps=4", "shardkit.recompute_every=2"]
+    pairs.append("fsdp_config.fsdp_activation_checkpointing=true")
+    asked = [*("--model", SMALL, "--world", "2", "--batch-size", "1"), *(f"--set={pair}" for pair in pairs)]
+    settings = json.loads(plan(capsys, *asked, "--json"))["settings"]
+    assert settings == {
+        "mixed_precision": "fp8",
+        "gradient_accumulation_steps": 4,
+        "activation_checkpointing": True,
+        "recompute": "blocks",
+        "recompute_every": 2,
+        "offload_params": False,
+        "offload_activations": False,
+        "compile": False,
+    }
+    assert "H100 80 GB, bf16 and fp8, adamw," in plan(capsys, *asked)
+
+
 def test_a_search_says_where_it_ended():
     found = find(Question.MAX_BATCH, make_request("gpt:layers=1,hidden=2,heads=1,vocab=2,seq=1"))
     assert found.value == 65_536
-    assert "65,536 sequences per rank, the most that is tried (" in found.text
+    assert "65,536 sequences of 1 token per rank, the most that is tried (" in found.text
 
 
 def test_find_strategy(capsys):

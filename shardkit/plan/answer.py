@@ -101,14 +101,15 @@ class Row:
 class Change:
     """A possible change and its effect on the peak. `text`: settings under their keys, or flags of plan.
 
-    Peak and saving are closed-form values, before and after the change. `fits` is None if the configuration itself
-    was simulated: simulated and closed-form values are not mixed.
+    Peak and saving are closed-form values, before and after the change; `host_bytes`: what is then in host memory.
+    `fits` is None if the configuration itself was simulated: simulated and closed-form values are not mixed.
     """
 
     text: str
     peak_bytes: int
     saved_bytes: int
     fits: bool | None
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
             "memory_bytes": request.device.memory_bytes,
             "reserve_bytes": request.device.reserve_bytes,
         },
+        "settings": _settings_json(request.config),
         "optimizer": request.own_optimizer or request.optimizer,
         "loss": request.loss.value,
         "ema": request.ema.value,
@@ -231,6 +233,21 @@ def to_json(answer: Answer) -> dict[str, Any]:
             "link_efficiency": LINK_EFFICIENCY,
         },
         "notes": list(answer.notes),
+    }
+
+
+def _settings_json(config: Config) -> dict[str, Any]:
+    """The settings that decide memory and time, and are not in other parts of the answer."""
+    section, recomputes = config.shardkit, config.fsdp.activation_checkpointing
+    return {
+        "mixed_precision": config.mixed_precision,
+        "gradient_accumulation_steps": section.gradient_accumulation_steps,
+        "activation_checkpointing": recomputes,
+        "recompute": section.recompute if recomputes else None,
+        "recompute_every": section.recompute_every if recomputes else None,
+        "offload_params": config.fsdp.offload_params,
+        "offload_activations": section.offload_activations,
+        "compile": section.compile,
     }
 
 

@@ -75,7 +75,7 @@ def estimate(
     walk = _walk_ddp if plan.axes.mode != "fsdp" else _walk_fsdp
     timeline = tuple(walk(plan, config, kept or Activations()))
     host = Memory()
-    if _is_offloaded(plan, config):
+    if keeps_shards_on_host(config):
         timeline, host = offload(timeline, never_offloaded(plan), plan.in_step.made)
     if keeps_on_host(config) and kept:
         host = replace(host, activations=sum(_saved_bytes(unit, config, kept) for unit in [*plan.units, plan.root]))
@@ -115,8 +115,8 @@ def _why_unknown(facts: TransformerFacts | None, batch_size: int | None) -> str:
     return "all activations: add --seq-len" if batch_size else "all activations: add --batch-size"
 
 
-def _is_offloaded(plan: ShardedSizes, config: Config) -> bool:
-    return config.fsdp.offload_params and plan.axes.mode == "fsdp" and not config.use_cpu
+def keeps_shards_on_host(config: Config) -> bool:
+    return config.fsdp.offload_params and config.mode == "fsdp" and not config.use_cpu
 
 
 def never_offloaded(plan: ShardedSizes) -> Memory:

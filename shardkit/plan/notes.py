@@ -7,6 +7,7 @@ from shardkit.config.meaning import eight_bits
 from shardkit.errors import UsageError
 from shardkit.model.cut import shard_dim
 from shardkit.plan.answer import PlanRequest
+from shardkit.plan.closed_form import keeps_on_host, keeps_shards_on_host
 from shardkit.plan.roofline import unlike_published, why_unknown
 from shardkit.plan.unit_sizes import axes
 
@@ -17,6 +18,9 @@ _REMARKABLE = 0.01
 _EIGHT_BITS = (
     "Linear layers in 8 bits: memory and traffic are those of bf16 (fp8 gathers less); the fastest time includes the "
     "published speed-up of large layers."
+)
+_OFFLOAD = (
+    "Offload to the host makes a step longer than estimated: its copies and the optimizer's step there are not counted."
 )
 _POWER_SGD = "power_sgd: traffic is that of uncompressed gradients, as before power_sgd_start_step."
 
@@ -102,4 +106,6 @@ def note_on_time(request: PlanRequest) -> str | None:
         return f"No time is estimated: the model's code decides {reason}."
     if not request.device.flops:
         return None
-    return unlike_published(description.tree, facts, batch_size, seq_len, request.world_size)
+    unlike = unlike_published(description.tree, facts, batch_size, seq_len, request.world_size)
+    offloads = keeps_on_host(request.config) or keeps_shards_on_host(request.config)
+    return " ".join(filter(None, [unlike, _OFFLOAD if offloads else None])) or None

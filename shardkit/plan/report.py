@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from textwrap import fill, wrap
 
-from shardkit.config.meaning import dtypes
+from shardkit.config.meaning import dtypes, eight_bits
 from shardkit.config.schema import Config
 from shardkit.plan import whole_run
 from shardkit.plan.activations import LOSS_TEXTS
 from shardkit.plan.answer import Answer, PlanRequest, Row, retries, yes_no
 from shardkit.plan.averages import Ema
-from shardkit.plan.closed_form import keeps_on_host
+from shardkit.plan.closed_form import keeps_on_host, keeps_shards_on_host
 from shardkit.plan.rank_memory import CATEGORIES
 from shardkit.plan.roofline import COMPILE_SPEEDUP, LINK_EFFICIENCY
 from shardkit.sizes import GIB, MIB
@@ -45,7 +45,7 @@ def _headline(request: PlanRequest) -> str:
     where = f"{request.world_size:,} rank{'s' if request.world_size > 1 else ''}"
     if request.machines > 1:
         where += f" on {request.machines:,} machines"
-    load = [where, request.device.name, dtypes(config).param or "fp32"]
+    load = [where, request.device.name, _precision(config)]
     load.append(request.own_optimizer or request.optimizer)
     if request.own_batch:
         load.append(f"micro-batch of {request.own_batch}")
@@ -62,12 +62,17 @@ def _headline(request: PlanRequest) -> str:
         load.append("activations on the host")
     if request.ema is not Ema.NO:
         load.append("EMA of the model" if request.ema is Ema.MODEL else "EMA of trained parameters")
-    if config.fsdp.offload_params and not config.use_cpu:
+    if keeps_shards_on_host(config):
         load.append("offload to the host")
     lines = [_wrapped(request.description.text.split(", ")), _wrapped(load)]
     if request.has_unusual_sequences:
         lines.append("(the longest sequences that the model takes; --seq-len plans shorter ones)")
     return "\n".join(lines)
+
+
+def _precision(config: Config) -> str:
+    compute, kind = dtypes(config).param or "fp32", eight_bits(config)
+    return f"{compute} and {kind}" if kind else compute
 
 
 def _by_operator(config: Config) -> bool:
@@ -265,6 +270,8 @@ def _changes(answer: Answer) -> str:
         parts = change.text.split(" and ")
         lines.append(f"    {effect:>14}  {yes_no(change.fits):<4}{parts[0]}")
         lines += [f"{'':>24}and {part}" for part in parts[1:]]
+        if change.host_bytes:
+            lines.append(f"{'':>24}with {_number(change.host_bytes / scale)} {unit} a rank in the host's memory")
     return "\n".join(lines)
 
 

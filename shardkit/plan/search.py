@@ -6,8 +6,17 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from shardkit.config.meaning import with_strategy
+from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.errors import ShardkitError, UsageError
-from shardkit.plan.answer import PlanRequest, Row, SearchResult, configured_strategy, possible_strategies, row
+from shardkit.plan.answer import (
+    USUAL_TOKENS,
+    PlanRequest,
+    Row,
+    SearchResult,
+    configured_strategy,
+    possible_strategies,
+    row,
+)
 from shardkit.plan.rank_memory import Memory
 from shardkit.plan.suggest import suggest_from
 from shardkit.sizes import GIB
@@ -60,10 +69,14 @@ def max_batch(request: PlanRequest, evaluate: Evaluate) -> SearchResult:
         LARGEST_BATCH,
     )
     where = f"{configured_strategy(request.config).value} on {request.world_size:,} x {request.device.name}"
+    tokens = request.sequence_tokens
+    length = f" of {tokens:,} token{'' if tokens == 1 else 's'}" if tokens else ""
+    shorter = " --seq-len plans shorter ones." if tokens and tokens > USUAL_TOKENS and not request.seq_len else ""
     if largest == 0:
-        return SearchResult("max-batch", None, f"Not even one sequence per rank fits: {where}.")
+        return SearchResult("max-batch", None, f"Not even one sequence{length} per rank fits: {where}.{shorter}")
     beyond = ", the most that is tried" if largest == LARGEST_BATCH else ""
-    text = f"Largest micro-batch: {largest:,} sequence{'' if largest == 1 else 's'} per rank{beyond} ({where})."
+    sequences = f"{largest:,} sequence{'' if largest == 1 else 's'}{length}"
+    text = f"Largest micro-batch: {sequences} per rank{beyond} ({where}).{shorter}"
     return SearchResult("max-batch", largest, text)
 
 
@@ -98,6 +111,20 @@ def _what_stops(peak: Memory) -> str:
     parts = sorted(((getattr(peak, name), words) for name, words in _PARTS.items()), reverse=True)[:2]
     listed = " and ".join(f"{size / GIB:,.1f} are {words}" for size, words in parts if size)
     return f"{peak.total / GIB:,.1f} GiB per rank, of which {listed}"
+
+
+def _what_helps(peak: Memory, config: Config) -> str:
+    """What to change where the peak's largest part is too large."""
+    is_split = configured_strategy(config) is ShardingStrategy.FULL_SHARD
+    match max(_PARTS, key=lambda name: getattr(peak, name)):
+        case "activations":
+            recomputes = config.fsdp.activation_checkpointing
+            helps = [*([] if recomputes else ["activation checkpointing"]), "a smaller micro-batch, shorter sequences"]
+        case "gathered" | "reduction":
+            helps = [*([] if is_split else ["FULL_SHARD"]), "smaller units"]
+        case _:
+            helps = [*([] if is_split else ["FULL_SHARD"]), "fsdp_offload_params, an optimizer with less state"]
+    return f"Use {', '.join(helps)} or larger devices"
 
 
 _PARTS = {
@@ -143,9 +170,10 @@ def min_gpus(request: PlanRequest, evaluate: Evaluate) -> SearchResult:
     found = _fewest(worlds.fits, request.ranks_per_machine)
     if found is None:
         text = f"{name} does not fit on any number up to {LARGEST_WORLD:,}"
-        if worlds.least is not None:
-            text += f"; the smallest peak is on {worlds.least.world_size:,}: {_what_stops(worlds.least.peak)}"
-        return SearchResult("min-gpus", None, f"{text}. Use smaller units, activation checkpointing or larger devices.")
+        if (least := worlds.least) is not None:
+            stops, helps = _what_stops(least.peak), _what_helps(least.peak, request.config)
+            text += f"; the smallest peak is on {least.world_size:,}: {stops}. {helps}"
+        return SearchResult("min-gpus", None, f"{text}.")
     machines = -(-found // request.ranks_per_machine)
     where = f"{request.device.name} ({counted(machines, 'machine')})"
     return SearchResult("min-gpus", found, f"Fewest: {found:,} x {where}, {name}.")

@@ -87,7 +87,8 @@ def _tried(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[PlanReque
         except ShardkitError:
             continue
         if other.memory.peak.total < peak and other.memory.activations_known:
-            yield changed, Change(text, other.memory.peak.total, peak - other.memory.peak.total, other.fits)
+            after, host = other.memory.peak.total, other.memory.host.total
+            yield changed, Change(text, after, peak - after, other.fits, host)
 
 
 def _together(request: PlanRequest, most: int = 6) -> Change | None:
@@ -105,7 +106,7 @@ def _together(request: PlanRequest, most: int = 6) -> Change | None:
         texts.append(change.text)
         if change.fits:
             saved = before - change.peak_bytes
-            return Change(" and ".join(_last_of_each(texts)), change.peak_bytes, saved, True)
+            return replace(change, text=" and ".join(_last_of_each(texts)), saved_bytes=saved)
     return None
 
 
