@@ -408,6 +408,13 @@ def test_a_change_to_host_memory_says_how_much(capsys):
     assert text[line:].splitlines()[1].strip() == "with 1,880 GiB a rank in the host's memory"
 
 
+def test_logits_in_16_bits_are_counted_in_fp32_and_a_note_says_so(capsys):
+    asked = ("--model", SMALL, "--world", "8", "--batch-size", "1", "--json")
+    for dtype, is_said in (("bf16", True), ("fp32", False)):
+        notes = json.loads(plan(capsys, *asked, f"--set=shardkit.precision.output_dtype={dtype}"))["notes"]
+        assert any("output_dtype: logits in bf16 are counted as if" in note for note in notes) is is_said
+
+
 def test_a_time_without_the_copies_of_offload_says_so(capsys):
     offload = "--set=fsdp_config.fsdp_offload_params=true"
     asked = ("--model", SMALL, "--world", "8", "--batch-size", "1", "--json", offload)

@@ -15,7 +15,7 @@ from shardkit.plan.answer import (
     possible_strategies,
     row,
 )
-from shardkit.plan.notes import check_seq_len, frozen_above, note_on_time, notes_on, undivided
+from shardkit.plan.notes import check_seq_len, frozen_above, note_on_time, notes_on, outputs_in_16_bits, undivided
 from shardkit.plan.simulation import refine, simulated_row
 from shardkit.plan.suggest import changes, suggest_from
 from shardkit.spinner import waiting
@@ -55,6 +55,7 @@ def answer(
         beyond,
         undivided(request),
         None if how else frozen_above(request),
+        None if how else outputs_in_16_bits(request),
         note_on_time(request),
     ]
     return Answer(

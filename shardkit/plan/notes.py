@@ -79,6 +79,17 @@ def frozen_above(request: PlanRequest) -> str | None:
     )
 
 
+def outputs_in_16_bits(request: PlanRequest) -> str | None:
+    """A note where the closed form counts logits in fp32 that are in 16 bits."""
+    facts, dtype = request.description.facts, request.config.shardkit.precision.output_dtype
+    if facts is None or not facts.vocabulary or not request.batch_size or dtype not in ("bf16", "fp16"):
+        return None
+    return (
+        f"shardkit.precision.output_dtype: logits in {dtype} are counted as if they were in fp32; a loss that computes "
+        "in their dtype needs half as much, which --simulate counts."
+    )
+
+
 def notes_on(request: PlanRequest) -> Iterator[str]:
     """Notes on settings that the plan does not count in full, or that the device does not support."""
     config, device = request.config, request.device
