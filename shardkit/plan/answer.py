@@ -213,6 +213,8 @@ def to_json(answer: Answer) -> dict[str, Any]:
             "name": request.device.name,
             "memory_bytes": request.device.memory_bytes,
             "reserve_bytes": request.device.reserve_bytes,
+            "link_bytes_per_s": request.device.link_bytes_per_s,
+            "network_bytes_per_s": request.device.network_bytes_per_s,
         },
         "settings": _settings_json(request.config),
         "optimizer": request.own_optimizer or request.optimizer,

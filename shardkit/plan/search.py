@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from shardkit.config.meaning import with_strategy
-from shardkit.config.schema import Config, ShardingStrategy
+from shardkit.config.schema import ShardingStrategy
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.plan.answer import (
     USUAL_TOKENS,
@@ -113,8 +113,9 @@ def _what_stops(peak: Memory) -> str:
     return f"{peak.total / GIB:,.1f} GiB per rank, of which {listed}"
 
 
-def _what_helps(peak: Memory, config: Config) -> str:
+def _what_helps(peak: Memory, request: PlanRequest) -> str:
     """What to change where the peak's largest part is too large."""
+    config = request.config
     is_split = configured_strategy(config) is ShardingStrategy.FULL_SHARD
     match max(_PARTS, key=lambda name: getattr(peak, name)):
         case "activations":
@@ -123,7 +124,8 @@ def _what_helps(peak: Memory, config: Config) -> str:
         case "gathered" | "reduction":
             helps = [*([] if is_split else ["FULL_SHARD"]), "smaller units"]
         case _:
-            helps = [*([] if is_split else ["FULL_SHARD"]), "fsdp_offload_params, an optimizer with less state"]
+            offload = [] if request.is_on_tpu else ["fsdp_offload_params"]
+            helps = [*(offload if is_split else ["FULL_SHARD"]), "an optimizer with less state"]
     return f"Use {', '.join(helps)} or larger devices"
 
 
@@ -171,7 +173,7 @@ def min_gpus(request: PlanRequest, evaluate: Evaluate) -> SearchResult:
     if found is None:
         text = f"{name} does not fit on any number up to {LARGEST_WORLD:,}"
         if (least := worlds.least) is not None:
-            stops, helps = _what_stops(least.peak), _what_helps(least.peak, request.config)
+            stops, helps = _what_stops(least.peak), _what_helps(least.peak, request)
             text += f"; the smallest peak is on {least.world_size:,}: {stops}. {helps}"
         return SearchResult("min-gpus", None, f"{text}.")
     machines = -(-found // request.ranks_per_machine)
