@@ -440,6 +440,22 @@ def test_a_file_that_is_no_safetensors_file(tmp_path, content):
         describe("model.safetensors", folder=tmp_path)
 
 
+def test_the_files_of_a_checkpoint_are_no_whole_weights(tmp_path):
+    """Half of each tensor would be counted, on two ranks."""
+    folder = tmp_path / "step-00000010" / "model"
+    folder.mkdir(parents=True)
+    for rank in (0, 1):
+        save_file({"layer.weight": torch.zeros(4, 8)}, folder / f"r0000{rank}-of-00002.safetensors")
+    (folder.parent / "MANIFEST.json").write_text("{}")
+    for path in (folder, folder / "r00000-of-00002.safetensors", folder.parent):
+        with pytest.raises(
+            ModelError, match=r"is a checkpoint, whose files .* `shardkit checkpoint merge` or save_model"
+        ):
+            describe(str(path))
+    save_file({"layer.weight": torch.zeros(8, 8)}, tmp_path / "r00000-of-00001.safetensors")
+    assert describe(str(tmp_path)).numel == 64
+
+
 def test_a_folder_without_weights(tmp_path):
     with pytest.raises(ModelError, match=r"no \.safetensors file in this folder"):
         describe(str(tmp_path))

@@ -1,6 +1,7 @@
 """A module tree from safetensors headers: names, shapes and dtypes, without reading weights and without torch."""
 
 import json
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -15,6 +16,7 @@ from shardkit.wording import count_text, counted
 # https://github.com/huggingface/safetensors#format: 8 bytes little-endian header size, at most 100 MB, then JSON.
 _LARGEST_HEADER_BYTES = 100_000_000
 _MOST_LEVELS = 100  # of modules in each other; the tree is walked by recursion
+_PART = re.compile(r"r\d{5,7}-of-(?!0*1\.)\d{5,7}\.safetensors")  # a rank's, of several (checkpoint/files/layout.py)
 _FLOATING = ("F", "BF")  # F64 to F8_E4M3 and F4
 _BUFFERS = {"I64": "int64", "BOOL": "bool"}  # positions, masks, counters of batches; no weight is packed in these
 
@@ -25,6 +27,11 @@ def describe(spec: str, path: Path) -> ModelDescription:
     Such files have no class names: repeated blocks get the name of their list, such as `layers[*]`.
     """
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if (path / "MANIFEST.json").is_file() or any(_PART.fullmatch(file.name) for file in files):
+        raise ModelError(
+            f"{path}: is a checkpoint, whose files have each rank's part of the tensors; name the model that was "
+            "trained, or the folder of whole weights that `shardkit checkpoint merge` or save_model writes."
+        )
     if not files:
         raise ModelError(f"{path}: no .safetensors file in this folder; name such a file or a folder with them.")
     entries: dict[str, Any] = {}
