@@ -818,6 +818,7 @@ def test_the_words_for_a_failure():
         ("Expected to mark a variable ready only once. This error is caused by", "out of a penalty on the weights"),
         ("Trying to backward an extra time. You are only allowed", "shardkit.recompute: blocks"),
         ("Expected XLA tensor. Got: torch.FloatTensor", "prepare the loader, or send what"),
+        ("Expected all tensors to be on the same device, but found", "copied.to(accelerator.device)"),
         ("KeyError: 'xla'\n\nSet TORCHDYNAMO_VERBOSE=1", "XLA compiles every step by itself"),
         ("LoweringException: AssertionError: \n FixedLayout('xla:0', torch", "torch.compile's compilers do not train"),
         ("Default process group has not been initialized, please", "`if accelerator.num_processes > 1:`"),

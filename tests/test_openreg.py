@@ -65,6 +65,11 @@ def test_plain_operands_on_two_devices_are_those_of_one_process(tmp_path):
             assert torch.allclose(torch.tensor(found[name]), torch.tensor(expected), atol=3e-5), name
 
 
+def test_two_devices_divide_the_work_of_muon(tmp_path):
+    launch(tmp_path, "loops_on_device.py", DEVICE, "with_muon", "1", tmp_path / "problems")
+    assert json.loads((tmp_path / "problems").read_text()) == {}
+
+
 def test_offloaded_parameters_live_in_pinned_host_memory(tmp_path):
     found = run(tmp_path, DEVICE, config=fsdp(fsdp_offload_params=True))
     assert found["parameter"] == {"device": "cpu", "dtype": "torch.float32", "pinned": True}

@@ -87,8 +87,9 @@ _BY_MESSAGE = (
         "torch_xla.utils.checkpoint.checkpoint",
     ),
     (
-        r"Expected XLA tensor\. Got|not an XLA tensor",
-        "a tensor is in host memory: prepare the loader, or send what the script makes itself to accelerator.device",
+        r"Expected XLA tensor\. Got|not an XLA tensor|Expected all tensors to be on the same device",
+        "a tensor is in host memory: prepare the loader, or send what the script makes itself to accelerator.device; "
+        "so are the weights in a copy of a model with fsdp_offload_params: copied.to(accelerator.device)",
     ),
     (
         r"^KeyError: 'xla'|FixedLayout\('xla:",

@@ -119,6 +119,11 @@ struct ThroughHost : c10d::Backend {
     auto host_out = on_host(out);
     return arrival(out, host_out, inner_->scatter(host_out, host_in, options));
   }
+  Result alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& out_splits, std::vector<int64_t>& in_splits,
+                       const c10d::AllToAllOptions& options) override {
+    auto host = on_host({out, in});
+    return arrival({out}, {host[0]}, inner_->alltoall_base(host[0], host[1], out_splits, in_splits, options));
+  }
   Result barrier(const c10d::BarrierOptions& options) override { return inner_->barrier(options); }
   void setSequenceNumberForGroup() override { inner_->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return inner_->getSequenceNumberForGroup(); }

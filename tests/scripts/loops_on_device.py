@@ -1,12 +1,15 @@
 """One process that runs loops of tests/loops on one device, and compares them with plain torch on the CPU.
 
     python loops_on_device.py cpu|cuda|openreg|xla PART PARTS RESULT.json
+    shardkit launch -n 2 loops_on_device.py openreg PART PARTS RESULT.json
 
-Of all loops it takes every PARTS-th from number PART on, under strategies 1 and 3, and 1 with offloaded parameters; on
-XLA devices, of which there are four, under strategy 1. The result: {loop and way: what differs}.
+Of all loops it takes every PARTS-th from number PART on, or the one named PART, under strategies 1 and 3, and 1 with
+offloaded parameters; on XLA devices, of which there are four, under strategy 1. The result: {loop and way:
+what differs}.
 """
 
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -55,25 +58,30 @@ BOUND = 1e-3
 
 
 def main() -> None:
-    device, part, parts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    device, part, parts = sys.argv[1], sys.argv[2], int(sys.argv[3])
     if device == "openreg":
         openreg.prepare()
     if device == "xla":  # before the first backward, at which torch lists its devices
         Accelerator(config=loops.config_of(1, loops.LOOPS["usual"], device)).free_memory()
     else:
-        dist.init_process_group(BACKENDS[device], store=dist.HashStore(), rank=0, world_size=1)
+        is_launched = "WORLD_SIZE" in os.environ
+        alone: dict[str, Any] = {} if is_launched else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(BACKENDS[device], **alone)
     ways = [("", 1, {}), ("", 3, {}), (" offloaded", 1, {"fsdp_offload_params": True})][: 1 if device == "xla" else 3]
     left_out = LEFT_OUT.get(device, ())
     problems = {}
-    for name in [name for name in loops.LOOPS if name not in left_out][part::parts]:
+    names = [name for name in loops.LOOPS if name not in left_out]
+    for name in [part] if part in loops.LOOPS else names[int(part) :: parts]:
         expected = loops.plain(name)
         for way, strategy, fsdp in ways:
             if not (fsdp and name in NOT_OFFLOADED):
                 problem = _problem(name, strategy, device, fsdp, expected)
                 problems |= {f"{name}, strategy {strategy}{way}": problem} if problem else {}
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
     if dist.is_initialized():
         dist.destroy_process_group()
-    Path(sys.argv[4]).write_text(json.dumps(problems))
+    if is_first:
+        Path(sys.argv[4]).write_text(json.dumps(problems))
 
 
 def _problem(name: str, strategy: int, device: str, fsdp: dict[str, Any], expected: Any) -> str | None:
