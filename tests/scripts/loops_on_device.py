@@ -69,7 +69,7 @@ def main() -> None:
         dist.init_process_group(BACKENDS[device], **alone)
     ways = [("", 1, {}), ("", 3, {}), (" offloaded", 1, {"fsdp_offload_params": True})][: 1 if device == "xla" else 3]
     left_out = LEFT_OUT.get(device, ())
-    problems = {}
+    problems: dict[str, str] = {}
     names = [name for name in loops.LOOPS if name not in left_out]
     for name in [part] if part in loops.LOOPS else names[int(part) :: parts]:
         expected = loops.plain(name)
