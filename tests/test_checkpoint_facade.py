@@ -406,6 +406,23 @@ def diverge(project):
     return sorted(path.name for path in (project / "checkpoints").glob("step-*")), said
 
 
+def diverge_between_named(project):
+    """A save into a folder of the script's, and one with NaN beside it; what is said then."""
+    run = run_of(project)
+    train(run, 1)
+    run[0].save_state(project / "epoch_1")
+    with torch.no_grad():
+        next(iter(run[1].parameters())).fill_(torch.nan)
+    with log_lines("shardkit.checkpoint") as lines:
+        run[0].save_state(project / "epoch_2")
+    return [line for line in lines if "NaN" in line]
+
+
+def test_a_save_with_nan_names_the_one_before_that_the_script_has_named(ranks, tmp_path):
+    said = ranks.run(2, diverge_between_named, tmp_path)[0]
+    assert len(said) == 1 and said[0].endswith(f"resume from the last one without: {tmp_path / 'epoch_1'}.")
+
+
 def test_retention_keeps_the_last_checkpoint_before_weights_became_nan(ranks, tmp_path, capsys):
     names, said = ranks.run(2, diverge, tmp_path)[0]
     assert names == ["step-00000002", "step-00000006", "step-00000007"]

@@ -92,8 +92,10 @@ def expendable(
 
 
 def newest_without_nan(root: Place) -> Place | None:
-    """The complete checkpoint of the series that was committed last and has no NaN among its weights."""
-    return next((found.path for found in _without_nan(_committed(root))), None)
+    """The complete checkpoint in a folder that was committed last and has no NaN among its weights; of the series, or
+    named by the script."""
+    named = [FoundCheckpoint(-1, path) for path in folder.named_otherwise(root)]
+    return next((found.path for found in _without_nan(_committed_last_first([*folder.steps(root), *named]))), None)
 
 
 def times(root: Place) -> list[str]:
@@ -112,7 +114,11 @@ class _Record(NamedTuple):
 
 def _committed(root: Place) -> list[tuple[FoundCheckpoint, _Record]]:
     """The checkpoints of the series, the one that was committed last first."""
-    known = [(found, record) for found in folder.steps(root) if (record := _record(found.path)) is not None]
+    return _committed_last_first(folder.steps(root))
+
+
+def _committed_last_first(places: Iterable[FoundCheckpoint]) -> list[tuple[FoundCheckpoint, _Record]]:
+    known = [(found, record) for found in places if (record := _record(found.path)) is not None]
     return sorted(known, key=lambda item: (item[1].created_utc, item[0].step), reverse=True)
 
 
