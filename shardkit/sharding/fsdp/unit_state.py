@@ -328,6 +328,10 @@ def adopt(model: nn.Module, on_gathered: Callable[[FSDPParam], None]) -> Trace:
     shared = _Pass()
     offloaded = [parameter for parameter in parameters_of(model) if parameter.offload_to_cpu]
     turns = Turns(offloaded) if offloaded else None
+    if offloaded:
+        # The backward of a term on the weights (`sum(row.norm() for row in weight)`) meets the other ranks on the CPU,
+        # where autograd has a thread of its own beside the device's: two threads do so in another order on each rank.
+        torch.autograd.set_multithreading_enabled(False)
     for number, state in enumerate(states_of(model)):
         state.__class__ = UnitState
         state._pass = shared
