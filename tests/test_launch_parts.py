@@ -819,6 +819,7 @@ def test_the_words_for_a_failure():
         ("Trying to backward an extra time. You are only allowed", "shardkit.recompute: blocks"),
         ("Expected XLA tensor. Got: torch.FloatTensor", "prepare the loader, or send what"),
         ("Expected all tensors to be on the same device, but found", "copied.to(accelerator.device)"),
+        ("attempted relative import with no known parent package", "shardkit launch -m package.train"),
         ("KeyError: 'xla'\n\nSet TORCHDYNAMO_VERBOSE=1", "XLA compiles every step by itself"),
         ("LoweringException: AssertionError: \n FixedLayout('xla:0', torch", "torch.compile's compilers do not train"),
         ("Default process group has not been initialized, please", "`if accelerator.num_processes > 1:`"),

@@ -66,6 +66,11 @@ _BY_MESSAGE = (
         "p.full_tensor() returns a whole copy",
     ),
     (
+        "attempted relative import with no known parent package",
+        "start a script of a package by its module's name, in the folder that has the package: shardkit launch -m "
+        "package.train",
+    ),
+    (
         "Encountered gradient which is undefined, but still allreduced",
         "under DDP with ddp_find_unused_parameters, a backward expects gradients of all that its forward used: add up "
         "the losses of one forward, and call backward once",
