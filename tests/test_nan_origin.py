@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -214,6 +215,63 @@ def copied(mode: str) -> str:
 @pytest.mark.parametrize("mode", MODES)
 def test_copies_are_not_looked_at(ranks, mode):
     assert "first on rank 0, the loss: " in ranks.run(2, copied, mode)[0]
+
+
+class Returning(nn.Module):
+    """Returns its parameter, or a dataclass with the root of one."""
+
+    def __init__(self, is_whole: bool) -> None:
+        super().__init__()
+        self.weight, self.is_whole = nn.Parameter(torch.full((2, 3), -1.0)), is_whole
+
+    def forward(self) -> Any:
+        return self.weight if self.is_whole else Output(self.weight.sqrt())
+
+
+@dataclass
+class Output:
+    values: torch.Tensor
+
+
+def test_outputs_in_a_dataclass_are_looked_at(alone):
+    accelerator = Accelerator(config={"use_cpu": True, "debug": True})
+    model = Returning(is_whole=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.backward(model().values.sum())
+    with pytest.raises(ModelError, match=r"the output of the model \(Returning, float32 \[2, 3\]\): 6 of 6 values are"):
+        optimizer.step()
+
+
+def test_a_parameter_that_is_returned_gets_no_hook_in_each_forward(alone):
+    accelerator = Accelerator(config={"use_cpu": True, "debug": True, **MODES["DDP"]})
+    model = accelerator.prepare(Returning(is_whole=True))
+    for _ in range(3):
+        accelerator.backward(model().sum())
+    assert len(model.weight._backward_hooks or {}) == 0
+
+
+def test_a_forward_before_the_step_of_another_optimizer_is_remembered(alone):
+    accelerator = Accelerator(config={"use_cpu": True, "debug": True})
+    critic, actor = Net(""), Net("weight")
+    critic, actor, *optimizers = accelerator.prepare(
+        critic, actor, *(torch.optim.SGD(one.parameters(), 0.1) for one in (critic, actor))
+    )
+    losses = [model(torch.ones(4, 4)).mean() for model in (critic, actor)]
+    accelerator.backward(losses[0])
+    optimizers[0].step()
+    accelerator.backward(losses[1])
+    with pytest.raises(ModelError, match=r"the output of blocks\.1\.up .* its weight had NaN values before this step"):
+        optimizers[1].step()
+
+
+def test_each_backward_begins_at_its_loss(alone):
+    accelerator = Accelerator(config={"use_cpu": True, "debug": True})
+    model = Net("")
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for power in (1.0, 0.5):  # the gradient of the root of zero is infinite
+        (model(torch.ones(4, 4)) * 0).abs().pow(power).mean().backward()
+    with pytest.raises(ModelError, match=r"the gradient of the output of head .* in the backward from the loss, whose"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("recompute", [False, True])

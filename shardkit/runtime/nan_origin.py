@@ -23,6 +23,8 @@ from shardkit.log import get_logger
 from shardkit.optim.kernels import parameters_of
 from shardkit.optim.loss_scale import LossScale
 from shardkit.runtime.steps.counters import Counters
+from shardkit.sharding.fsdp.outputs import in_objects
+from shardkit.sharding.hooks import is_in_backward
 from shardkit.wording import counted, first_few
 
 log = get_logger(__name__)
@@ -75,7 +77,7 @@ class NanOrigin:
         if not torch.is_grad_enabled() or is_transformed():
             return
         self._begin()
-        for tensor in _floats(output):
+        for tensor in _floats([output, in_objects(output)]):
             what = f"output of {name} ({type(module).__name__}, {_kind(tensor)})"
             values = local_part(tensor)
             if not _is_finite(values):
@@ -83,12 +85,12 @@ class NanOrigin:
                     self._note_in_forward(f"the {what}: {_places(values)}; {self._before(module, inputs)}")
                 elif self._infinite is None:
                     self._infinite = what
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:  # a parameter that is returned as it is would keep a hook of each forward
                 tensor.register_hook(partial(self._after_backward, f"the {what}"))
 
     def note_loss(self, loss: torch.Tensor) -> None:
-        """Looks at the loss of a micro-batch, before its backward."""
-        self._begin()
+        """Looks at the loss of a micro-batch, before its backward. Its forward may have been before the last step, of
+        another optimizer."""
         self._newest_finite_gradient = LOSS
         values = local_part(loss)
         if not _is_finite(values):
@@ -140,6 +142,7 @@ class NanOrigin:
         if self._is_of_earlier_step:
             self._in_forward, self._in_backward, self._infinite = None, None, None
             self._is_of_earlier_step = False
+        if not is_in_backward():  # of a recomputation
             self._newest_finite_gradient = LOSS
 
     def _note_in_forward(self, what: str) -> None:
