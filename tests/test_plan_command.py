@@ -527,6 +527,7 @@ def test_a_run_is_shown_for_the_strategies_that_fit(capsys):
     assert "A run of 15 T tokens, an estimate: 14,648,437,500 steps of 1,024 tokens\n" in out
     assert re.search(r"^\* 1 FULL_SHARD +\S+ - \S+ hours +\S+ - \S+ +\S+ - \S+$", out, re.MULTILINE)
     assert re.search(r" days +\S+ - \S+ +\S+ - \S+ M$", plan(capsys, *LARGE, "--price", "2.5"), re.MULTILINE)
+    assert re.search(r"^\* 1 FULL_SHARD +\S+ - \S+ seconds ", plan(capsys, *RUN, "--tokens", "1M"), re.MULTILINE)
     assert "price" not in plan(capsys, *RUN, "--tokens", "15T")
     assert "its time is not known: add --batch-size." in plan(capsys, SMALL, "--tokens", "1B")
     assert "its time is not known: no strategy fits." in plan(capsys, *RUN, "--memory", "3MiB", "--tokens", "1B")

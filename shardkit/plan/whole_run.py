@@ -91,7 +91,7 @@ def cells(found: RunEstimate) -> list[str]:
     return [f"{_pair(fastest / seconds, slowest / seconds)} {unit}", *(_pair(*value) for value in values)]
 
 
-_TIMES = (("days", 86400), ("hours", 3600), ("minutes", 60))
+_TIMES = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
 
 
 def _pair(low: float, high: float) -> str:
