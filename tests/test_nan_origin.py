@@ -168,6 +168,16 @@ def test_a_script_may_leave_out_losses_that_are_nan(ranks):
     assert ranks.run(2, skipped) == ["done: 3 steps"] * 2
 
 
+def test_a_micro_batch_that_was_left_out_is_no_origin(alone):
+    accelerator = Accelerator(config={"use_cpu": True, "debug": True})
+    model = Net("")
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert loss_of(model, torch.full((4, 4), torch.nan), "").isnan()
+    accelerator.backward(loss_of(model, torch.ones(4, 4), "penalty"))
+    with pytest.raises(ModelError, match="first in no output of a module"):
+        optimizer.step()
+
+
 def scaled(sample: float) -> tuple[int, bool, str]:
     """Steps, whether the last was left out, and what was said of it: gradients overflow in fp16, until the scale is
     small enough."""

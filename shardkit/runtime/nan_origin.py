@@ -8,6 +8,7 @@ a step all ranks look at the gradients of the parameters, and raise together, wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -42,8 +43,8 @@ class NanOrigin:
         self, models: Sequence[nn.Module], counters: Counters, loss_scale: LossScale, control: ControlGroup
     ) -> None:
         self._models, self._counters, self._loss_scale, self._control = models, counters, loss_scale, control
-        self._in_forward: str | None = None
-        """What had the first NaN values: an output, or the loss."""
+        self._in_forward: list[_Note] = []
+        """What had NaN values: outputs, or the loss."""
         self._in_backward: str | None = None
         self._infinite: str | None = None
         """The first output with infinite values, which are meant where they mask something."""
@@ -79,28 +80,35 @@ class NanOrigin:
         self._begin()
         for tensor in _floats([output, in_objects(output)]):
             what = f"output of {name} ({type(module).__name__}, {_kind(tensor)})"
-            values = local_part(tensor)
+            values, note = local_part(tensor), None
             if not _is_finite(values):
                 if values.isnan().any():
-                    self._note_in_forward(f"the {what}: {_places(values)}; {self._before(module, inputs)}")
+                    text = f"the {what}: {_places(values)}; {self._before(module, inputs)}"
+                    note = self._note_in_forward(text, is_used=tensor.grad_fn is None)
                 elif self._infinite is None:
                     self._infinite = what
             if tensor.grad_fn is not None:  # a parameter that is returned as it is would keep a hook of each forward
-                tensor.register_hook(partial(self._after_backward, f"the {what}"))
+                tensor.register_hook(partial(self._after_backward, f"the {what}", note))
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Looks at the loss of a micro-batch, before its backward. Its forward may have been before the last step, of
         another optimizer."""
         self._newest_finite_gradient = LOSS
         values = local_part(loss)
-        if not _is_finite(values):
-            self._note_in_forward(f"{LOSS}: {_places(values)}, without NaN in an output before{self._after_infinite()}")
+        if _is_finite(values):
+            return
+        if self._in_forward:
+            self._in_forward[0].is_used = True
+        else:
+            text = f"{LOSS}: {_places(values)}, without NaN in an output before{self._after_infinite()}"
+            self._note_in_forward(text, is_used=True)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """ModelError on all ranks where a gradient that the optimizer takes is not finite on any rank. A step that a
         loss scale leaves out is only told, where the forward had such values, too. Collective."""
         is_scaled = self._loss_scale.is_on or getattr(optimizer, "found_inf", None) is not None  # by the script's own
-        origin = self._in_forward if is_scaled else self._in_forward or self._in_backward
+        in_forward = next((note.text for note in self._in_forward if note.is_used), None)
+        origin = in_forward if is_scaled else in_forward or self._in_backward
         bad = [p for p in parameters_of(optimizer) if p.grad is not None and not _is_finite(_values(p.grad))]
         found = self._control.exchange([len(bad), self._first_names(bad), origin])
         self._is_of_earlier_step = True
@@ -125,9 +133,11 @@ class NanOrigin:
         named = (pair for model in self._models for pair in unwrapped(model).named_parameters()) if ids else ()
         return [clean_name(name) for name, p in named if id(p) in ids][:MOST]
 
-    def _after_backward(self, what: str, gradient: torch.Tensor | None) -> None:
+    def _after_backward(self, what: str, note: _Note | None, gradient: torch.Tensor | None) -> None:
         if gradient is None:  # of an output that is not used
             return
+        if note is not None:
+            note.is_used = True
         values = _values(gradient)
         if _is_finite(values):
             self._newest_finite_gradient = what
@@ -140,14 +150,15 @@ class NanOrigin:
 
     def _begin(self) -> None:
         if self._is_of_earlier_step:
-            self._in_forward, self._in_backward, self._infinite = None, None, None
+            self._in_forward, self._in_backward, self._infinite = [], None, None
             self._is_of_earlier_step = False
         if not is_in_backward():  # of a recomputation
             self._newest_finite_gradient = LOSS
 
-    def _note_in_forward(self, what: str) -> None:
-        if self._in_forward is None:
-            self._in_forward = self._in_micro_batch(what)
+    def _note_in_forward(self, what: str, is_used: bool) -> _Note:
+        note = _Note(self._in_micro_batch(what), is_used)
+        self._in_forward.append(note)
+        return note
 
     def _in_micro_batch(self, what: str) -> str:
         micro_step = self._counters.micro_step  # 0 outside of accumulate()
@@ -169,6 +180,15 @@ class NanOrigin:
 
     def _after_infinite(self) -> str:
         return f"; infinite ones were first in the {self._infinite}" if self._infinite else ""
+
+
+@dataclass
+class _Note:
+    """That an output, or the loss, had NaN values."""
+
+    text: str
+    is_used: bool
+    """Whether a backward came from it, or may have: a script may leave out a micro-batch whose loss is NaN."""
 
 
 class _AfterForward:
