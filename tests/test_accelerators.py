@@ -115,7 +115,7 @@ def test_gpus_that_are_hidden_by_a_wrong_name_are_no_reason_to_train_on_the_cpu(
     """`gpu_ids: 6,7` on a machine with four: torch sees none. An empty list means the CPU."""
     four = [hardware.Device("NVIDIA H100", 1, "cuda")] * 4
     monkeypatch.setattr(accelerators, "kind", lambda: None)
-    monkeypatch.setattr(hardware, "_nvidia", lambda: four)
+    monkeypatch.setattr(hardware, "_nvidia", lambda: (four, ""))
     monkeypatch.setenv("SHARDKIT_NUM_PROCESSES", "2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     problem, _ = process._device(Config(), Ranks(0, 0, 2, 2))

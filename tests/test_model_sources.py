@@ -449,7 +449,8 @@ def test_the_files_of_a_checkpoint_are_no_whole_weights(tmp_path):
     (folder.parent / "MANIFEST.json").write_text("{}")
     for path in (folder, folder / "r00000-of-00002.safetensors", folder.parent):
         with pytest.raises(
-            ModelError, match=r"is a checkpoint, whose files .* `shardkit checkpoint merge` or save_model"
+            ModelError,
+            match=r"is a checkpoint, whose files .* `shardkit checkpoint merge CHECKPOINT -o FOLDER` or save_model",
         ):
             describe(str(path))
     save_file({"layer.weight": torch.zeros(8, 8)}, tmp_path / "r00000-of-00001.safetensors")

@@ -265,6 +265,7 @@ def leave() -> None:
     env.remove([_JOINED])
     if dist.is_initialized():
         dist.destroy_process_group()
+    dist.set_debug_level_from_env()  # `debug: true` has set another one, for all groups of the process
     if "torch.distributed.tensor" in sys.modules:
         _forget_meshes()
 
