@@ -420,7 +420,7 @@ def diverge_between_named(project):
 
 def test_a_save_with_nan_names_the_one_before_that_the_script_has_named(ranks, tmp_path):
     said = ranks.run(2, diverge_between_named, tmp_path)[0]
-    assert len(said) == 1 and said[0].endswith(f"resume from the last one without: {tmp_path / 'epoch_1'}.")
+    assert len(said) == 1 and f"resume from the last one without, {tmp_path / 'epoch_1'}; with" in said[0]
 
 
 def test_retention_keeps_the_last_checkpoint_before_weights_became_nan(ranks, tmp_path, capsys):

@@ -30,8 +30,8 @@ def describe(spec: str, path: Path) -> ModelDescription:
     if (path / "MANIFEST.json").is_file() or any(_PART.fullmatch(file.name) for file in files):
         raise ModelError(
             f"{path}: is a checkpoint, whose files have each rank's part of the tensors; name the model that was "
-            "trained, or the folder of whole weights that `shardkit checkpoint merge CHECKPOINT -o FOLDER` or save_model "
-            "writes."
+            "trained, or the folder of whole weights that save_model or `shardkit checkpoint merge CHECKPOINT -o "
+            "FOLDER` writes."
         )
     if not files:
         raise ModelError(f"{path}: no .safetensors file in this folder; name such a file or a folder with them.")
