@@ -450,7 +450,7 @@ def test_the_files_of_a_checkpoint_are_no_whole_weights(tmp_path):
     for path in (folder, folder / "r00000-of-00002.safetensors", folder.parent):
         with pytest.raises(
             ModelError,
-            match=r"is a checkpoint, whose files .* save_model or `shardkit checkpoint merge CHECKPOINT -o FOLDER` writes",
+            match=r"is a checkpoint, .* save_model or `shardkit checkpoint merge CHECKPOINT -o FOLDER` writes",
         ):
             describe(str(path))
     save_file({"layer.weight": torch.zeros(8, 8)}, tmp_path / "r00000-of-00001.safetensors")
