@@ -1,8 +1,10 @@
 """`debug: true`: no step on gradients that are NaN or infinite, and the error names what had such values first."""
 
 import copy
+import gc
 import logging
 import pickle
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +132,29 @@ def test_infinite_values_that_mask_are_no_fault(ranks, mode, fault):
 
 def test_one_process_names_them_too(alone):
     assert "on rank 0, micro-batch 2: the output of embed" in ended({}, "sample")
+
+
+def freed(mode: str) -> tuple[str, bool]:
+    """What is said of a model that the same run has freed and prepared again, and whether it keeps others alive."""
+    accelerator = Accelerator(config={"use_cpu": True, "debug": True, **MODES[mode]})
+    model, other = accelerator.prepare(Net("weight"), nn.Linear(4, 4))
+    gone = weakref.ref(other)
+    accelerator.free_memory(other)
+    del other
+    gc.collect()
+    model = accelerator.unwrap_model(model)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.backward(model(torch.ones(4, 4)).mean())
+    with pytest.raises(ModelError) as raised:
+        optimizer.step()
+    return str(raised.value), gone() is not None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_that_was_freed_and_prepared_again_is_looked_at(ranks, mode):
+    said, is_alive = ranks.run(2, freed, mode)[0]
+    assert "the output of blocks.1.up" in said
+    assert not is_alive
 
 
 def again() -> list[int]:

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from shardkit.distributed.control import ControlGroup
 from shardkit.distributed.nested import leaves
-from shardkit.distributed.tensors import clean_name, is_compiled, is_composed, is_transformed, local_part, unwrapped
+from shardkit.distributed.tensors import clean_name, is_compiled, is_composed, is_transformed, local_part
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
 from shardkit.optim.kernels import parameters_of
@@ -39,10 +40,9 @@ LOSS = "the loss"
 class NanOrigin:
     """What one run has noted on this rank since the last step."""
 
-    def __init__(
-        self, models: Sequence[nn.Module], counters: Counters, loss_scale: LossScale, control: ControlGroup
-    ) -> None:
-        self._models, self._counters, self._loss_scale, self._control = models, counters, loss_scale, control
+    def __init__(self, counters: Counters, loss_scale: LossScale, control: ControlGroup) -> None:
+        self._counters, self._loss_scale, self._control = counters, loss_scale, control
+        self._models: WeakSet[nn.Module] = WeakSet()
         self._in_forward: list[_Note] = []
         """What had NaN values: outputs, or the loss."""
         self._in_backward: str | None = None
@@ -54,6 +54,7 @@ class NanOrigin:
 
     def watch(self, model: nn.Module) -> None:
         """Looks at the outputs of the model's modules from now on; inside compiled ones torch leaves the hooks out."""
+        self._models.add(model)
         is_opaque = {
             one: is_compiled(one) or one._compiled_call_impl is not None or isinstance(one, torch.jit.ScriptModule)
             for one in model.modules()
@@ -130,7 +131,7 @@ class NanOrigin:
 
     def _first_names(self, parameters: Sequence[torch.Tensor]) -> list[str]:
         ids = {id(p) for p in parameters}
-        named = (pair for model in self._models for pair in unwrapped(model).named_parameters()) if ids else ()
+        named = (pair for model in self._models for pair in model.named_parameters()) if ids else ()
         return [clean_name(name) for name, p in named if id(p) in ids][:MOST]
 
     def _after_backward(self, what: str, note: _Note | None, gradient: torch.Tensor | None) -> None:
@@ -221,6 +222,8 @@ def _floats(data: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_finite(values: torch.Tensor) -> bool:
+    if values.dtype.itemsize == 1:  # torch sums no fp8
+        values = values.float()
     total = values.detach().sum(dtype=torch.promote_types(values.dtype, torch.float32))
     return bool(total.isfinite()) or bool(values.isfinite().all())
 

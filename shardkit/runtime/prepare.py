@@ -175,8 +175,8 @@ def _model(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) 
     if parallel not in run.watched:
         at_end_of_backward(parallel, partial(_note_backward, ref(run), ref(parallel)))
         run.watched.add(parallel)
-        if run.nan_origin is not None:
-            run.nan_origin.watch(unwrapped(parallel))
+    if run.nan_origin is not None:
+        run.nan_origin.watch(unwrapped(parallel))
     vars(parallel)["_shardkit_run"] = OfModel(run)
     run.models.append(parallel)
     run.taken.append(Taken(parallel, names, {id(p) for p in every_parameter(parallel)}))

@@ -156,9 +156,7 @@ class Run:
         self.same_data = SameData(self.loaders, control)
         self.followers = Followers(self.evaluated, is_main)
         debugs = self.config.debug and self.config.mode != "xla"  # there each look would be a program of its own
-        self.nan_origin = (
-            NanOrigin(self.models, self.counters, self.accumulation.loss_scale, control) if debugs else None
-        )
+        self.nan_origin = NanOrigin(self.counters, self.accumulation.loss_scale, control) if debugs else None
         self.checks_before_step = (
             EarlySteps(self.accumulation, self.loaders, keeps_batch, may_keep_it, is_main).check,
             self.same_modules.check,
