@@ -284,8 +284,7 @@ class Projected(Net):
 def a_method_with_a_parameter_of_its_own(run: Run) -> None:
     torch.manual_seed(0)
     model, optimizer = started(run, Projected())
-    if not run.is_plain:
-        run.accelerator.register_forward_method(model, "project")
+    run.register(model, "project")
     for step in range(run.steps):
         tokens = run.batch(step)
         loss = run.unwrap(model).project(tokens).pow(2).mean() + loss_of(model, tokens)
@@ -330,8 +329,7 @@ class Learning(Stepping):
 def a_method_with_whole_steps(run: Run) -> None:
     torch.manual_seed(0)
     model, optimizer = started(run, Learning())
-    if not run.is_plain:
-        run.accelerator.register_forward_method(model, "learn")
+    run.register(model, "learn")
     for step in range(run.steps):
         run.see_mean(model.learn(run, optimizer, run.batch(step)))
         evaluate(run, model)
@@ -341,8 +339,7 @@ def a_method_with_whole_steps(run: Run) -> None:
 def a_method_that_calls_the_model_itself(run: Run) -> None:
     torch.manual_seed(0)
     model, optimizer = started(run, Stepping())
-    if not run.is_plain:
-        run.accelerator.register_forward_method(model, "training_step")
+    run.register(model, "training_step")
     for step in range(run.steps):
         loss = model.training_step(run.batch(step))
         run.backward(loss)
@@ -394,8 +391,8 @@ def methods_of_the_modules_inside(run: Run) -> None:
     torch.manual_seed(0)
     model, optimizer = started(run, Flow(Coupled(), Coupled()))
     for module in model.modules():
-        if not run.is_plain and hasattr(module, "inverse"):
-            run.accelerator.register_forward_method(module, "inverse")
+        if hasattr(module, "inverse"):
+            run.register(module, "inverse")
     for step in range(run.steps):
         with torch.no_grad():
             run.see_mean(run.unwrap(model).sample(run.draw(step, 5)).square().mean())

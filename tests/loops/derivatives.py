@@ -82,8 +82,7 @@ def an_unknown_of_an_equation(run: Run) -> None:
     torch.manual_seed(1)
     model = Equation()
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
-    if not run.is_plain:
-        run.accelerator.register_forward_method(model, "residual")
+    run.register(model, "residual")
     for step in range(run.steps):
         points, values = run.draw(step, 2).requires_grad_(), run.draw(step + 50, 1)
         loss = (model(points) - values).square().mean() + model.residual(points).square().mean()

@@ -150,6 +150,9 @@ class Run:
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model
 
+    def register(self, module: nn.Module, method: str) -> None:
+        """A method, beside forward, that uses parameters."""
+
     def free(self) -> None:
         self.models.clear()
 
@@ -220,6 +223,9 @@ class RanksRun(Run):
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return self.accelerator.unwrap_model(model)
+
+    def register(self, module: nn.Module, method: str) -> None:
+        self.accelerator.register_forward_method(module, method)
 
     def free(self) -> None:
         super().free()
