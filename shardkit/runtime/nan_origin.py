@@ -55,23 +55,22 @@ class NanOrigin:
     def watch(self, model: nn.Module) -> None:
         """Looks at the outputs of the model's modules from now on; inside compiled ones torch leaves the hooks out."""
         self._models.add(model)
-        is_opaque = {
-            one: is_compiled(one) or one._compiled_call_impl is not None or isinstance(one, torch.jit.ScriptModule)
-            for one in model.modules()
-        }
+        compiled = 0
         for name, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+            is_scripted = isinstance(module, torch.jit.ScriptModule)
+            compiled += is_scripted or is_compiled(module) or module._compiled_call_impl is not None
+            if is_scripted:  # takes no hooks
                 continue
             for earlier in [*module._forward_hooks.values()]:  # of a run before
                 if isinstance(earlier, _AfterForward):
                     earlier.remove()
             hook = _AfterForward(self, clean_name(name) or "the model")
             hook.remove = module.register_forward_hook(hook, with_kwargs=True).remove
-        if any(is_opaque.values()):
+        if compiled:
             log.info(
                 "debug: NaN values inside compiled modules (%d) are noticed after them; shardkit.compile: false names "
                 "the module inside.",
-                sum(is_opaque.values()),
+                compiled,
             )
 
     def after_forward(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
