@@ -502,14 +502,14 @@ RUN = (SMALL, "--world", "16", "--batch-size", "2", "--device", "h100-80")
 
 
 @pytest.mark.parametrize(
-    ("text", "tokens"), [("1e", None), ("2.5M", 2_500_000), ("1_000_000", 10**6), ("15t", 15 * 10**12)]
+    ("text", "tokens"), [("1e", None), ("1,5B", None), ("2.5M", 2_500_000), ("1_000_000", 10**6), ("15t", 15 * 10**12)]
 )
 def test_the_time_and_the_price_of_a_run_follow_from_the_time_of_a_step(capsys, text, tokens):
     if tokens is None:
         code, err = refused(capsys, *RUN, "--tokens", text, "--price", "0")
         assert code == 2
         assert err == (
-            "--tokens: is not the number of tokens of a run (got '1e'); write 300B or 15T.\n"
+            f"--tokens: is not the number of tokens of a run (got '{text}'); write 300B or 15T.\n"
             "--price: is not the price of one device for an hour (got '0'); write 2.50.\n"
         )
         return

@@ -5,14 +5,13 @@ from it (`config/descriptions.py` reads it). A field's `alias` is its key in the
 hardware or environment; checks across fields are in `config/checks.py`.
 """
 
-import re
 from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from shardkit.config.host_port import without_brackets
-from shardkit.digits import number_in
+from shardkit.digits import UNITS, count_in, number_in
 
 MixedPrecision = Literal["no", "fp16", "bf16", "fp8", "mxfp8"]
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -78,10 +77,6 @@ class StateDictType(str, Enum):
 
 _YES = {"yes", "true", "on", "y", "1"}
 _NO = {"no", "false", "off", "n", "0"}
-_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
-_THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+\D?")
-"""A number with commas between thousands. Other commas are slips: a decimal comma (0,5), a list of GPUs (0,1)."""
-_EXACT_DIGITS = 30  # floating-point numbers hold 15
 
 
 def read_bool(value: Any) -> Any:
@@ -98,25 +93,13 @@ def read_count(value: Any) -> Any:
     """100000000, "1e8", "100M", "100_000_000", "100,000,000" -> 100000000; other values are rejected by pydantic."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if not isinstance(value, str):
-        return value
-    text = value.strip().lower().replace("_", "")
-    if _THOUSANDS.fullmatch(text):
-        text = text.replace(",", "")
-    factor = _UNITS.get(text[-1:], 1)
-    text = text[:-1] if factor > 1 else text
-    if text.isascii() and text.isdigit() and len(text) <= _EXACT_DIGITS:
-        return int(text) * factor
-    try:
-        number = float(text) * factor
-    except ValueError:
-        return value
-    return int(number) if number.is_integer() else value
+    count = count_in(value) if isinstance(value, str) else None
+    return value if count is None else count
 
 
 def read_seconds(value: Any) -> Any:
     """600, "600", "1e3" -> seconds. Units are rejected by pydantic: `10m` is not ten million seconds."""
-    is_unit = isinstance(value, str) and value.strip()[-1:].lower() in _UNITS
+    is_unit = isinstance(value, str) and value.strip()[-1:].lower() in UNITS
     return value if is_unit else read_count(value)
 
 

@@ -9,6 +9,7 @@ from shardkit.config.hardware import detect
 from shardkit.config.layers import FlagValue, clashes
 from shardkit.config.meaning import dtypes, eight_bits, runs_on_cpu, without_bf16
 from shardkit.config.schema import Config
+from shardkit.digits import decimal_in
 from shardkit.errors import ConfigError, ShardkitError, UsageError
 from shardkit.model import comment
 from shardkit.model.sources import FORMS, describe, folder_for
@@ -137,11 +138,8 @@ def network_speed(text: str | None) -> float | None:
     """The Gb/s of --network; None: not given. UsageError if it is no speed of adapters."""
     if text is None:
         return None
-    try:
-        speed = float(text)
-    except ValueError:
-        speed = 0.0
-    if not 0.1 <= speed <= 1e6:
+    speed = decimal_in(text)
+    if speed is None or not 0.1 <= speed <= 1e6:
         raise UsageError(f"--network: is not a number of Gb/s from 0.1 to 1,000,000 (got {text!r}); write 400.")
     return speed
 

@@ -3,17 +3,17 @@
 Evaluation, saves, waits for data, and what is lost at a failure are not counted.
 """
 
-import re
 from dataclasses import dataclass
 
+from shardkit.digits import UNITS, count_in, decimal_in
 from shardkit.errors import UsageError
 from shardkit.plan.roofline import StepTime
 from shardkit.problems import Problems
 from shardkit.wording import count_text
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_TOKENS = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmbt]?)", re.IGNORECASE)
+_UNITS = {**UNITS, "t": 10**12}
 _MOST_TOKENS = 10**18
+_TIMES = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ def asked(tokens: str | None, price: str | None) -> WholeRun | None:
 
 
 def _tokens_in(text: str | None) -> int:
-    found = None if text is None else _TOKENS.fullmatch(text.strip().replace("_", "").replace(",", ""))
-    number = None if found is None else round(float(found[1]) * _UNITS[found[2].lower()])
+    number = None if text is None else count_in(text, _UNITS)
     if number is None or not 1 <= number <= _MOST_TOKENS:
         got = "no --tokens, but a --price" if text is None else repr(text)
         raise UsageError(f"--tokens: is not the number of tokens of a run (got {got}); write 300B or 15T.")
@@ -57,11 +56,8 @@ def _tokens_in(text: str | None) -> int:
 
 
 def _price_in(text: str) -> float:
-    try:
-        price = float(text)
-    except ValueError:
-        price = 0.0
-    if not 0 < price <= 1e6:
+    price = decimal_in(text)
+    if price is None or not 0 < price <= 1e6:
         raise UsageError(f"--price: is not the price of one device for an hour (got {text!r}); write 2.50.")
     return price
 
@@ -89,9 +85,6 @@ def cells(found: RunEstimate) -> list[str]:
     unit, seconds = next(one for one in _TIMES if slowest >= 2 * one[1] or one is _TIMES[-1])
     values = [found.device_hours, *([found.price] if found.price else [])]
     return [f"{_pair(fastest / seconds, slowest / seconds)} {unit}", *(_pair(*value) for value in values)]
-
-
-_TIMES = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
 
 
 def _pair(low: float, high: float) -> str:
