@@ -9,6 +9,7 @@ from torch import nn
 from shardkit import Accelerator, ProjectConfiguration
 from shardkit.checkpoint.files import folder, manifest
 from shardkit.checkpoint.saving import lock
+from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointSaveError
 from shardkit.runtime.checkpoints import saving
 from tests import forked
@@ -366,3 +367,27 @@ def registered_again(project):
 
 def test_an_object_that_is_registered_again_is_saved_once(ranks, tmp_path):
     assert ranks.run(2, registered_again, tmp_path) == [3, 3]
+
+
+def loaded_twice(project):
+    """The optimizer's state before and after a load: where it lies in memory, and whether its values came back."""
+    run = run_of(project)
+    train(run, 1)
+    run[0].save_state(project / "saved")
+    before = summary(run, Noted())
+    train(run, 1)
+    places = memory_of_state(run[2])
+    run[0].load_state(project / "saved")
+    train_on = memory_of_state(run[2]) == places, summary(run, Noted()) == before
+    train(run, 1)
+    saving.close(run[0]._run)
+    return *train_on, memory_of_state(run[2]) == places
+
+
+def memory_of_state(optimizer):
+    return [local_part(row[name]).data_ptr() for row in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_load_over_a_state_fills_its_tensors(ranks, tmp_path, world):
+    assert ranks.run(world, loaded_twice, tmp_path) == [(True, True, True)] * world

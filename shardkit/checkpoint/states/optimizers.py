@@ -116,10 +116,16 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
 
 
 def overrides(optimizer: Optimizer, method: str) -> bool:
-    """Whether it does more than torch's method: by its class, or by hooks."""
-    hooks = [vars(optimizer).get(f"_optimizer_{method}_{when}_hooks") for when in ("pre", "post")]
+    """Whether it does more than torch's method: by its class, or by hooks. Those that shardkit sets choose kernels, which
+    are no state."""
+    hooks = [
+        hook
+        for when in ("pre", "post")
+        for hook in vars(optimizer).get(f"_optimizer_{method}_{when}_hooks", {}).values()
+        if not getattr(hook, "__module__", "").startswith("shardkit.")
+    ]
     is_own = method in vars(optimizer) or getattr(type(optimizer), method, None) is not getattr(Optimizer, method)
-    return is_own or any(hooks)
+    return is_own or bool(hooks)
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
