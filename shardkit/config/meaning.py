@@ -120,6 +120,12 @@ def eight_bits(config: Config) -> Literal["fp8", "mxfp8"] | None:
     return config.mixed_precision if config.mixed_precision in ("fp8", "mxfp8") else None
 
 
+def offloads_state(config: Config) -> bool:
+    """Whether the optimizer's state alone is in host memory; with `fsdp_offload_params` parameters are, too."""
+    offloads_all = config.mode == "fsdp" and config.fsdp.offload_params
+    return config.shardkit.offload_optimizer and not (offloads_all or runs_on_cpu(config))
+
+
 def shards_on_xla(config: Config) -> bool:
     """Whether parameters are spread over XLA devices; else each device has a whole copy, and a part of the batch."""
     return config.mode == "xla" and config.xla and config.fsdp.sharding_strategy is not ShardingStrategy.NO_SHARD

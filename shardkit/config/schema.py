@@ -517,6 +517,9 @@ class ShardkitConfig(Section):
     offload_activations: Bool = False
     """Keep what blocks save for backward in the host's memory; with activation checkpointing, the blocks' inputs."""
 
+    offload_optimizer: Bool = False
+    """Keep the optimizer's state in the host's memory; the step copies it to the device and back, a part at a time."""
+
     compile: Bool = False
     """torch.compile each repeated block."""
 

@@ -108,6 +108,12 @@ def _of_other_settings(config: Config) -> Iterator[Rule]:
         "fsdp.auto_wrap_policy",
     )
     yield Rule(
+        ("shardkit.offload_optimizer",),
+        not (config.mode == "fsdp" and fsdp.offload_params),
+        "has no effect with fsdp_offload_params, by which the optimizer's state is in host memory, too.",
+        "fsdp.offload_params",
+    )
+    yield Rule(
         ("shardkit.recompute", "shardkit.recompute_every"),
         fsdp.activation_checkpointing or config.xla_fsdp_grad_ckpt,
         "has no effect without activation checkpointing; write fsdp_activation_checkpointing: true.",
@@ -145,6 +151,12 @@ def _of_machines(config: Config) -> Iterator[Rule]:
         ("enable_cpu_affinity", *(("gpu_ids",) if is_chosen else ())),
         not runs_on_cpu(config),
         "has no effect on the CPU; it is for ranks on GPUs.",
+        "use_cpu",
+    )
+    yield Rule(
+        ("shardkit.offload_optimizer",),
+        not runs_on_cpu(config),
+        "has no effect on the CPU, whose memory is the host's.",
         "use_cpu",
     )
     yield Rule(

@@ -38,6 +38,8 @@ def _refused(config: Config) -> Iterator[str]:
         )
     if config.fsdp.offload_params:
         yield "fsdp_offload_params: parameters stay on the devices (got true); leave it out."
+    if config.shardkit.offload_optimizer:
+        yield "shardkit.offload_optimizer: state stays on the devices (got true); leave it out."
     if "fp16" in (config.mixed_precision, config.shardkit.precision.param_dtype):
         yield "mixed_precision: fp16 and its loss scaling are not for TPUs (got fp16); write bf16."
     if eight_bits(config):

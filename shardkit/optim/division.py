@@ -3,18 +3,33 @@
 The plan asks the same functions, so this imports no torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from math import prod
 
 # Gathered parameters and gradients held at a time; the state of the same parameters comes on top.
 WHOLE_BYTES = 256 << 20
+# State that is copied to the device at a time, of optimizers that keep it in host memory.
+STATE_BYTES = 256 << 20
 # Matrices that a rank orthogonalizes between two exchanges; those of the next are on their way meanwhile.
 ROUND_BYTES = 128 << 20
 # Muon orthogonalizes in bf16 (torch/optim/_muon.py).
 MUON_ITEMSIZE = 2
 
 Shape = tuple[int, ...]
+
+
+def chunks(sizes: Iterable[tuple[int, int]], limit: int) -> list[set[int]]:
+    """Keys in their order, in chunks that end with the one that reaches the limit. `sizes`: (key, bytes)."""
+    found: list[set[int]] = []
+    held = limit
+    for key, size in sizes:
+        if held >= limit:
+            found.append(set())
+            held = 0
+        found[-1].add(key)
+        held += size
+    return found
 
 
 def cost(shape: Shape) -> int:

@@ -9,16 +9,19 @@ import copyreg
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from shardkit.distributed import accelerators
+from shardkit.distributed.host_memory import keeps_state_there
 from shardkit.distributed.tensors import is_dtensor, local_part, memory_of, sharded_like
-from shardkit.optim.kernels import kind_of, laid_out_as, lay_out_gradient
+from shardkit.optim import host_state
+from shardkit.optim.kernels import kind_of, laid_out_as, lay_out_gradient, parameters_of
 from shardkit.optim.parts import has_shape_of, is_row, like_parameter, make_gradient_plain, part_of_whole
-from shardkit.optim.step_hooks import step_between_hooks, with_parameters
+from shardkit.optim.step_hooks import step_between_hooks, step_in_chunks, with_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -48,7 +51,28 @@ class LocalStep:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         optimizer = self._reference()
         assert optimizer is not None
-        return step_between_hooks(optimizer, partial(self._on_parts, optimizer), closure)
+        if not keeps_state_there(optimizer):
+            return step_between_hooks(optimizer, partial(self._on_parts, optimizer), closure)
+        chunks, on_chunk = partial(self._chunks, optimizer), partial(self._on_chunk, optimizer)
+        result = step_in_chunks(optimizer, chunks, on_chunk, closure)
+        accelerators.finish()  # before the host reads the copies
+        return result
+
+    def _chunks(self, optimizer: torch.optim.Optimizer) -> list[set[int]]:
+        for group in optimizer.param_groups:
+            self._with_gradients(group["params"])  # the state is taken for all parts at once
+        self._take_state(optimizer)
+        return host_state.chunks_of(optimizer)
+
+    @contextmanager
+    def _on_chunk(self, optimizer: torch.optim.Optimizer, chunk: set[int]) -> Iterator[None]:
+        """As `_on_parts` for some of the parameters, whose state is on their device meanwhile."""
+        chosen = [[p for p in group["params"] if id(p) in chunk] for group in optimizer.param_groups]
+        with ExitStack() as stack:
+            stack.enter_context(with_parameters(optimizer, chosen))
+            stack.enter_context(self._on_parts(optimizer))
+            stack.enter_context(host_state.on_device(self._local, parameters_of(optimizer)))
+            yield
 
     @contextmanager
     def _on_parts(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from shardkit.distributed.host_memory import device_of_state
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import ModelError
 from shardkit.optim.kernels import parameters_of
@@ -70,7 +71,7 @@ def rebind(optimizer: torch.optim.Optimizer, names_before: ParameterNames, model
         optimizer.state[new[identity]] = state
     for parameter in new.values():
         if parameter in optimizer.state:
-            _move(optimizer.state[parameter], parameter)
+            _move(optimizer.state[parameter], parameter, device_of_state(optimizer, parameter))
 
 
 def _refuse_empty(optimizer: torch.optim.Optimizer, fqn: str, state: dict[str, Any]) -> None:
@@ -108,9 +109,8 @@ def _is_number(key: Any, value: torch.Tensor, parameter: nn.Parameter) -> bool:
     return key == "step" or (value.dim() == 0 and parameter.dim() != 0)
 
 
-def _move(state: dict[str, Any], parameter: nn.Parameter) -> None:
+def _move(state: dict[str, Any], parameter: nn.Parameter, device: torch.device) -> None:
     """State that was on the CPU when the model was moved follows it, in place; LBFGS keeps lists of tensors."""
-    device = parameter.device
 
     def moved(value: torch.Tensor) -> torch.Tensor:
         return value if value.device == device else value.to(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +55,21 @@ def step_between_hooks(
             optimizer.step()
         finally:
             optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
+    return result
+
+
+def step_in_chunks(
+    optimizer: torch.optim.Optimizer,
+    chunks: Callable[[], list[set[int]]],
+    inside: Callable[[set[int]], AbstractContextManager[None]],
+    closure: Callable[[], Any] | None = None,
+) -> Any:
+    """The optimizer's own step for one chunk of parameters after the other, each in the context `inside`; returns the
+    closure's result. `chunks`: ids of those that have a gradient, once the closure has run."""
+    result = run_closure(closure)
+    found = chunks() or [set()]  # without gradients hooks are called, too
+    for number, chunk in enumerate(found, 1):
+        step_between_hooks(optimizer, partial(inside, chunk), is_first=number == 1, is_last=number == len(found))
     return result
 
 

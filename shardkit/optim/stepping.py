@@ -6,6 +6,8 @@ Elementwise optimizers (Adam, SGD, ...) work on this rank's local tensors (`loca
 whole matrices: of Muon's, each is orthogonalized by one rank (`muon_step.py`); for Adafactor they are gathered on all
 (`whole_step.py`). Any other optimizer runs unchanged, on DTensors (`plain_step.py`).
 
+Where an optimizer keeps its state in host memory, a step copies it to the device and back (`host_state.py`).
+
 Outside of the step the param groups hold the model's parameters, and the state is sharded as they are.
 """
 
@@ -16,8 +18,10 @@ from typing import Any, Protocol
 
 import torch
 
+from shardkit.distributed.host_memory import keeps_state_there
 from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import UsageError
+from shardkit.optim.host_state import StepInChunks, StepWithState
 from shardkit.optim.kernels import ELEMENTWISE, choose_kernels, kind_of, parameters_of
 from shardkit.optim.local_step import LocalStep
 from shardkit.optim.muon_step import MuonStep, can_divide
@@ -46,8 +50,20 @@ def stepper_of(optimizer: torch.optim.Optimizer, operations: Callable[[], Operat
     is_sharded = any(is_dtensor(p) for p in parameters_of(optimizer))
     refuse_unfit(optimizer)
     choose_kernels(optimizer)
-    if is_sharded and kind_of(optimizer) in ELEMENTWISE:
+    is_elementwise = kind_of(optimizer) in ELEMENTWISE
+    if is_sharded and is_elementwise:
         return LocalStep(optimizer)
+    if not keeps_state_there(optimizer):
+        return _stepper_of(optimizer, is_sharded, operations)
+    if is_elementwise:
+        return StepInChunks(optimizer)
+    return StepWithState(optimizer, _stepper_of(optimizer, is_sharded, operations))
+
+
+def _stepper_of(
+    optimizer: torch.optim.Optimizer, is_sharded: bool, operations: Callable[[], Operations] | None
+) -> Stepper:
+    """Of an optimizer that has its state where its parameters are."""
     if is_sharded and can_divide(optimizer):
         return MuonStep(optimizer)
     if is_sharded and needs_whole_tensors(optimizer):
@@ -64,7 +80,12 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_unfit(optimizer: torch.optim.Optimizer) -> None:
-    """UsageError where the optimizer cannot step on sharded parameters in any way."""
+    """UsageError where the optimizer cannot step on sharded parameters in any way, or its state cannot be offloaded."""
+    if keeps_state_there(optimizer) and not (kind_of(optimizer) in ELEMENTWISE or needs_whole_tensors(optimizer)):
+        raise UsageError(
+            "prepare: shardkit.offload_optimizer is for torch's elementwise optimizers, Muon and Adafactor (got "
+            f"{kind_of(optimizer).__name__}, which may keep state elsewhere); use one of these, or fsdp_offload_params."
+        )
     has_parts = any(is_dtensor(p) and p.device_mesh.size() > 1 for p in parameters_of(optimizer))
     if has_parts and isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(

@@ -6,17 +6,17 @@ Parameters, gradients and state are gathered, a chunk at a time.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardkit.distributed.tensors import is_dtensor, local_part, own_part, whole
 from shardkit.optim import division
+from shardkit.optim.kernels import parameters_of
 from shardkit.optim.parts import has_shape_of, is_row, make_gradient_plain, sharded_part
-from shardkit.optim.step_hooks import run_closure, step_between_hooks, with_parameters
+from shardkit.optim.step_hooks import step_in_chunks, with_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -29,13 +29,13 @@ class WholeStep:
         self._optimizer = optimizer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        result = run_closure(closure)
-        chunks = list(_chunks([group["params"] for group in self._optimizer.param_groups]))
-        for number, chunk in enumerate(chunks, 1):
-            step_between_hooks(
-                self._optimizer, partial(self._on_whole, chunk), is_first=number == 1, is_last=number == len(chunks)
-            )
-        return result
+        return step_in_chunks(self._optimizer, self._chunks, self._on_whole, closure)
+
+    def _chunks(self) -> list[set[int]]:
+        """Ids of parameters that have a gradient; of each chunk, these and their gradients take about WHOLE_BYTES."""
+        trained = (p for p in parameters_of(self._optimizer) if p.grad is not None)
+        sizes = ((id(p), 2 * p.numel() * p.element_size()) for p in trained)
+        return division.chunks(sizes, division.WHOLE_BYTES)
 
     @contextmanager
     def _on_whole(self, chunk: set[int]) -> Iterator[None]:
@@ -97,17 +97,3 @@ def _kept(value: torch.Tensor, before: Any, parameter: DTensor) -> Any:
         return sharded_part(value, parameter)
     local_part(before).copy_(own_part(value, parameter))
     return before
-
-
-def _chunks(groups: Sequence[Sequence[torch.Tensor]]) -> Iterator[set[int]]:
-    """Chunks of ids of parameters that have a gradient, about WHOLE_BYTES each."""
-    chunk: set[int] = set()
-    size = 0
-    for parameter in (p for parameters in groups for p in parameters if p.grad is not None):
-        if chunk and size >= division.WHOLE_BYTES:
-            yield chunk
-            chunk, size = set(), 0
-        chunk.add(id(parameter))
-        size += 2 * parameter.numel() * parameter.element_size()
-    if chunk:
-        yield chunk

@@ -249,6 +249,7 @@ def _settings_json(config: Config) -> dict[str, Any]:
         "recompute_every": section.recompute_every if recomputes else None,
         "offload_params": config.fsdp.offload_params,
         "offload_activations": section.offload_activations,
+        "offload_optimizer": section.offload_optimizer,
         "compile": section.compile,
     }
 

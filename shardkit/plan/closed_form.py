@@ -21,7 +21,7 @@ the device: context, communication buffers, kernel workspaces, fragmentation (`d
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from shardkit.config.meaning import dtypes
+from shardkit.config.meaning import dtypes, offloads_state
 from shardkit.config.schema import BackwardPrefetch, Config, ShardingStrategy
 from shardkit.model.blocks import repeated_classes
 from shardkit.model.describe import TransformerFacts
@@ -77,6 +77,8 @@ def estimate(
     host = Memory()
     if keeps_shards_on_host(config):
         timeline, host = offload(timeline, never_offloaded(plan), plan.in_step.made)
+    if offloads_state(config):
+        timeline, host = offload_state(timeline, plan.state_in_step + plan.in_step.made)
     if keeps_on_host(config) and kept:
         host = replace(host, activations=sum(_saved_bytes(unit, config, kept) for unit in [*plan.units, plan.root]))
     top = max(timeline, key=lambda moment: moment.memory.total)
@@ -149,6 +151,18 @@ def offload(timeline: tuple[Moment, ...], stays: Memory, in_step: int) -> tuple[
         last.optimizer_state - there.optimizer_state,
     )
     return tuple(replace(moment, memory=on_device(moment)) for moment in timeline), host
+
+
+def offload_state(timeline: tuple[Moment, ...], in_step: int) -> tuple[tuple[Moment, ...], Memory]:
+    """The device's timeline with the optimizer's state in host memory between steps, and that memory. `in_step`: what
+    the optimizer has on the device at most while it steps."""
+
+    def on_device(moment: Moment) -> Moment:
+        held = min(moment.memory.optimizer_state, in_step) if moment.phase == "optimizer" else 0
+        return replace(moment, memory=replace(moment.memory, optimizer_state=held))
+
+    host = Memory(optimizer_state=timeline[0].memory.optimizer_state)
+    return tuple(map(on_device, timeline)), host
 
 
 def _persistent(plan: ShardedSizes) -> Memory:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import dropwhile
 
-from shardkit.config.meaning import eight_bits
+from shardkit.config.meaning import eight_bits, offloads_state
 from shardkit.errors import UsageError
 from shardkit.model.cut import shard_dim
 from shardkit.plan.answer import PlanRequest
@@ -21,6 +21,9 @@ _EIGHT_BITS = (
 )
 _OFFLOAD = (
     "Offload to the host makes a step longer than estimated: its copies and the optimizer's step there are not counted."
+)
+_OFFLOADED_STATE = (
+    "A step is longer than estimated: copies of the optimizer's state from host memory and back are not counted."
 )
 _POWER_SGD = "power_sgd: traffic is that of uncompressed gradients, as before power_sgd_start_step."
 
@@ -119,4 +122,5 @@ def note_on_time(request: PlanRequest) -> str | None:
         return None
     unlike = unlike_published(description.tree, facts, batch_size, seq_len, request.world_size)
     offloads = keeps_on_host(request.config) or keeps_shards_on_host(request.config)
-    return " ".join(filter(None, [unlike, _OFFLOAD if offloads else None])) or None
+    state = _OFFLOADED_STATE if offloads_state(request.config) else None
+    return " ".join(filter(None, [unlike, _OFFLOAD if offloads else None, state])) or None

@@ -43,6 +43,15 @@ def check(name: str) -> str:
     raise UsageError(f"--optimizer: unknown (got {name!r}); {hint}")
 
 
+def refuse_offload(name: str) -> None:
+    """UsageError where shardkit does not keep this optimizer's state in host memory."""
+    if check(name) not in OFFLOADABLE:
+        raise UsageError(
+            f"shardkit.offload_optimizer: the state of this optimizer is not offloaded alone (got {name}); use one of "
+            f"{', '.join(sorted(OFFLOADABLE))}, or fsdp_offload_params."
+        )
+
+
 @dataclass(frozen=True)
 class Quantized:
     """A moment in `bits` bits, with an fp32 scale for each `block` elements and a lookup table of `table` numbers."""
@@ -107,6 +116,9 @@ STATE: dict[str, Callable[[Shape], int]] = {
     "adamwschedulefree": _two,
     "sgdschedulefree": _one,
 }
+
+# Those whose state `shardkit.offload_optimizer` keeps in host memory (`optim.stepping.refuse_unfit`).
+OFFLOADABLE = STATE.keys() - {"lion", "adamwschedulefree", "sgdschedulefree"}
 
 # torch/optim/adagrad.py, rmsprop.py, ..., _multi_tensor_*: the root of the second moment; Adagrad's scaled gradients
 # and Adadelta's update too. The same in schedule_free's AdamW. Adam's kernels are fused and SGD's work in place. Lion,

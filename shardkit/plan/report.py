@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from textwrap import fill, wrap
 
-from shardkit.config.meaning import dtypes, eight_bits
+from shardkit.config.meaning import dtypes, eight_bits, offloads_state
 from shardkit.config.schema import Config
 from shardkit.plan import whole_run
 from shardkit.plan.activations import LOSS_TEXTS
@@ -64,6 +64,8 @@ def _headline(request: PlanRequest) -> str:
         load.append("EMA of the model" if request.ema is Ema.MODEL else "EMA of trained parameters")
     if keeps_shards_on_host(config):
         load.append("offload to the host")
+    if offloads_state(config):
+        load.append("optimizer state on the host")
     lines = [_wrapped(request.description.text.split(", ")), _wrapped(load)]
     if request.has_unusual_sequences:
         lines.append("(the longest sequences that the model takes; --seq-len plans shorter ones)")

@@ -139,6 +139,10 @@ def _other_layouts(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[s
         if strategy is not configured_strategy(config):
             text = ", ".join([f"fsdp_sharding_strategy: {strategy.value}", *_needed_for(strategy, given)])
             yield text, request.with_config(with_strategy(config, strategy))
+    offloads_all = config.mode == "fsdp" and config.fsdp.offload_params
+    if not (offloads_all or config.shardkit.offload_optimizer or config.use_cpu or request.is_on_tpu):
+        text = "shardkit.offload_optimizer: true (slower steps, host memory)"
+        yield text, request.with_config(config.changed(shardkit={"offload_optimizer": True}))
     if config.mode == "fsdp" and not config.fsdp.offload_params and not request.is_on_tpu:
         text = "fsdp_offload_params: true (slower steps, host memory)"
         yield text, request.with_config(config.changed(fsdp={"offload_params": True}))

@@ -5,20 +5,21 @@ The units come from `model/cut.py`, as for a live model.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import dropwhile
 from math import ceil, prod
 
-from shardkit.config.meaning import WIDE, Dtypes, dtypes, mesh_sizes, reshards_after_forward
+from shardkit.config.meaning import WIDE, Dtypes, dtypes, mesh_sizes, offloads_state, reshards_after_forward
 from shardkit.config.schema import Config
 from shardkit.model.blocks import repeated_classes
 from shardkit.model.cut import Cut, as_trained, cut, outermost, shard_dim, whole
 from shardkit.model.tree import ModuleNode, Parameter
+from shardkit.optim import division
 from shardkit.plan import averages
 from shardkit.plan.averages import Ema
-from shardkit.plan.optimizers import check, state_bytes, step_bytes
+from shardkit.plan.optimizers import check, refuse_offload, state_bytes, step_bytes
 from shardkit.plan.whole_steps import InStep, WholeTensor, in_step, is_state_whole, needs_whole
 
 _FLOATING = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "fp32": 4, "fp16": 2, "bf16": 2}
@@ -78,7 +79,8 @@ class ShardedSizes:
     """Input of the memory and traffic formulas. `units` are in forward order, without the root. `cast_bytes`: copies of
     parameters that autocast keeps from forward to backward, where nothing is sharded. `in_step`: what the step of an
     optimizer that needs whole parameters makes and exchanges; `whole_state_bytes`: its state of sharded ones that every
-    rank keeps whole."""
+    rank keeps whole. `state_in_step`: what the optimizer has on the device at a time where its state is in host memory.
+    """
 
     axes: Axes
     units: tuple[UnitSizes, ...]
@@ -89,6 +91,7 @@ class ShardedSizes:
     cast_bytes: int = 0
     in_step: InStep = field(default_factory=InStep)
     whole_state_bytes: int = 0
+    state_in_step: int = 0
 
     @property
     def everything(self) -> tuple[UnitSizes, ...]:
@@ -135,7 +138,8 @@ def layout(
     sizes = _Sizes(used, found.shards, optimizers_of(tree, optimizer), not is_sharded, ema)
     units, root = _units(tree, decided, sizes)
     parameters = dict(tree.owned())
-    of_whole = _whole_tensors(parameters, parameters.keys() - decided.replicated if is_sharded else (), sizes)
+    sharded = parameters.keys() - decided.replicated if is_sharded else set()
+    of_whole = _whole_tensors(parameters, sharded, sizes)
     buffer_bytes = sum(b.numel * itemsize(b.dtype) for node in tree.walk() for b in node.buffers if not b.tied_to)
     return ShardedSizes(
         axes=found,
@@ -151,6 +155,7 @@ def layout(
             for kind, tensor in of_whole
             if tensor.part is not None and is_state_whole(kind, tensor.shape)
         ),
+        state_in_step=_state_in_step(parameters, sharded, sizes) if offloads_state(config) else 0,
     )
 
 
@@ -180,6 +185,25 @@ def _whole_tensors(
         for name, p in parameters.items()
         if p.trainable and needs_whole(kind := sizes.optimizers[name])
     ]
+
+
+def _state_in_step(parameters: Mapping[str, Parameter], sharded: Container[str], sizes: _Sizes) -> int:
+    """The largest chunk of state that is copied to the device in a step, with what the step makes (`optim.host_state`).
+    An optimizer that needs whole parameters has all of its state there. UsageError for one that is not offloaded."""
+    of_kind: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)  # bytes of the parameter, of its state
+    for name, p in parameters.items():
+        if p.trainable:
+            kind, local = sizes.optimizers[name], sizes.local_shape(p) if name in sharded else p.shape
+            size = itemsize(p.dtype)
+            held = sizes.state_bytes(name, p, local) + step_bytes(kind, local, size)
+            of_kind[kind][name] = prod(local) * size, held
+    found = [0]
+    for kind, rows in of_kind.items():
+        refuse_offload(kind)
+        limit = sum(2 * size for size, _ in rows.values()) if needs_whole(kind) else division.STATE_BYTES
+        chunks = division.chunks(((name, 2 * size) for name, (size, _) in rows.items()), limit)
+        found += [sum(rows[name][1] for name in chunk) for chunk in chunks]
+    return max(found)
 
 
 def optimizers_of(tree: ModuleNode, optimizer: str) -> dict[str, str]:
@@ -255,7 +279,7 @@ class _Sizes:
             numel=sum(p.numel for _, p, _ in rows),
             parameter_bytes=sum(prod(local) * itemsize(p.dtype) for _, p, local in rows),
             gradient_bytes=sum(prod(local) * itemsize(p.dtype) for _, p, local in trainable),
-            optimizer_bytes=sum(self._state_bytes(name, p, local) for name, p, local in trainable),
+            optimizer_bytes=sum(self.state_bytes(name, p, local) for name, p, local in trainable),
             gathered_bytes=sum(prod(local) * self.shards * _computed_itemsize(p, compute) for _, p, local in rows),
             rearranged_bytes=sum(
                 p.numel * _computed_itemsize(p, compute) for _, p, _ in rows if self._is_rearranged(p)
@@ -274,7 +298,7 @@ class _Sizes:
             step_bytes=sum(step_bytes(self.optimizers[name], local, itemsize(p.dtype)) for name, p, local in trainable),
         )
 
-    def _state_bytes(self, name: str, parameter: Parameter, local: tuple[int, ...]) -> int:
+    def state_bytes(self, name: str, parameter: Parameter, local: tuple[int, ...]) -> int:
         kind = self.optimizers[name]
         shape = parameter.shape if is_state_whole(kind, parameter.shape) else local
         return state_bytes(kind, shape, itemsize(parameter.dtype))

@@ -11,11 +11,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from shardkit.config.meaning import offloads_state
 from shardkit.data.agreement import generator_of
 from shardkit.data.loader import PreparedLoader
 from shardkit.data.loop import Call
 from shardkit.data.preparing import prepare_loader
 from shardkit.distributed import accelerators
+from shardkit.distributed.host_memory import keep_state_there
 from shardkit.distributed.tensors import every_parameter, is_composed, is_dtensor, layers, unwrapped
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.log import get_logger
@@ -253,6 +255,7 @@ def _optimizer(run: Run, optimizer: torch.optim.Optimizer) -> AcceleratedOptimiz
         return known
     if isinstance(optimizer, AcceleratedOptimizer):  # prepared before free_memory
         optimizer = optimizer.optimizer
+    keep_state_there(optimizer, offloads_state(run.config) and run.device.type != "cpu")
     prepared = AcceleratedOptimizer(optimizer, run.accumulation)
     run.optimizers.append(prepared)
     run.accumulation.note_optimizer()

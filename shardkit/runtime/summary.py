@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.config import xla as xla_settings
+from shardkit.config.meaning import offloads_state
 from shardkit.config.schema import Config
 from shardkit.data.loader import PreparedLoader
 from shardkit.distributed import xla
@@ -90,6 +91,8 @@ def _extras(config: Config, mesh: DeviceMesh | None) -> Iterator[str]:
     """What models' blocks and parameters do besides."""
     if mesh is not None and config.fsdp.offload_params and mesh.device_type != "cpu":
         yield "offload to host memory"
+    if offloads_state(config):
+        yield "optimizer state in host memory"
     if config.fsdp.activation_checkpointing or (config.mode == "xla" and xla_settings.recomputes(config)):
         yield "activation checkpointing"
     if config.shardkit.offload_activations:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardkit.distributed import accelerators
+from shardkit.distributed.host_memory import copied_to_device, copied_to_host
 from shardkit.sharding.activation import change_forward
 
 # Smaller tensors stay on the device: the fixed cost of a copy is about that of so many bytes.
@@ -23,8 +23,7 @@ LEAST_BYTES = 4096
 # Custom operators, so that the plan can distinguish host memory from device memory (`plan/memory_tracker.py`).
 @torch.library.custom_op("shardkit::to_host", mutates_args=())
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    pins = tensor.device.type != "cpu" and accelerators.can_pin()
-    return torch.empty_like(tensor, device="cpu", pin_memory=pins).copy_(tensor, non_blocking=pins)
+    return copied_to_host(tensor)
 
 
 @_to_host.register_fake
@@ -34,7 +33,7 @@ def _(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("shardkit::from_host", mutates_args=())
 def _from_host(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_like(copy, device=device, pin_memory=False).copy_(copy, non_blocking=copy.is_pinned())
+    return copied_to_device(copy, device)
 
 
 @_from_host.register_fake

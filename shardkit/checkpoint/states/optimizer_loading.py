@@ -28,6 +28,7 @@ from shardkit.checkpoint.states.optimizers import (
     parameters_by_name,
     settings_of,
 )
+from shardkit.distributed.host_memory import device_of_state
 from shardkit.distributed.tensors import local_part
 from shardkit.log import get_logger
 from shardkit.values import ParameterName
@@ -236,7 +237,9 @@ class _Loading:
             return before
         is_whole = not isinstance(parameter, DTensor)
         like = parameter if is_whole or self._is_kept_as_parameter(fqn, key, entry, before) else None
-        return self.saved.new(self.section, name, like, _device_of(key, parameter, group))
+        has_dims = bool(entry.shape)
+        device = device_of_state(self.optimizer, parameter) if has_dims else _device_of(key, parameter, group)
+        return self.saved.new(self.section, name, like, device)
 
     def _is_kept_as_parameter(self, fqn: str, key: str, entry: TensorEntry, before: Any) -> bool:
         """Whether a state tensor is sharded like its parameter, now or when it was saved."""
@@ -262,8 +265,8 @@ def _can_hold(entry: TensorEntry, before: Any) -> bool:
 
 
 def _device_of(key: str, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.device | None:
-    """The device of this state in torch's optimizers: that of the parameter; for `step` the CPU, unless fused or
-    capturable."""
+    """The device of a number of the state in torch's optimizers: that of the parameter; for `step` the CPU, unless
+    fused or capturable."""
     if key == "step" and not (group.get("fused") or group.get("capturable")):
         return None
     return local_part(parameter).device

@@ -116,8 +116,8 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
 
 
 def overrides(optimizer: Optimizer, method: str) -> bool:
-    """Whether it does more than torch's method: by its class, or by hooks. Those that shardkit sets choose kernels, which
-    are no state."""
+    """Whether it does more than torch's method: by its class, or by hooks. Those of shardkit choose kernels, which are
+    no state."""
     hooks = [
         hook
         for when in ("pre", "post")
