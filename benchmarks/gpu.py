@@ -66,6 +66,7 @@ PLANNED: list[dict[str, Any]] = [
     {"strategy": 3},
     {"strategy": 1, "precision": "no", "batch": 1},
     {"strategy": 1, "checkpointing": True},
+    {"strategy": 1, "checkpointing": True, "offloads_state": True},
     {"strategy": 1, "checkpointing": True, "batch": 16},
     {"strategy": 1, "layers": 11, "batch": 8},
     {"strategy": 1, "optimizer": "SGD"},
@@ -310,6 +311,7 @@ def _plan_command(options: Options, order: Order) -> list[str]:
         "mixed_precision": order.precision,
         "use_cpu": str(options.device == "cpu").lower(),
         "fsdp_config.fsdp_activation_checkpointing": str(order.checkpointing).lower(),
+        "shardkit.offload_optimizer": str(order.offloads_state).lower(),
     }
     command = [sys.executable, "-m", "shardkit", "plan", "--model", model, "--world", "1", "--simulate", "--json"]
     command += ["--batch-size", str(order.batch), "--optimizer", order.optimizer.lower()]

@@ -40,6 +40,7 @@ class Order(Task):
     optimizer: str = "AdamW"
     compiled: bool = False
     offloaded: bool = False
+    offloads_state: bool = False
     checkpointing: bool = False
     filled: bool = False
     warm_up: int = 3
@@ -137,7 +138,7 @@ def with_shardkit(order: Order) -> Training:
                 "use_cpu": order.device == "cpu",
                 "mixed_precision": order.precision,
                 "fsdp_config": fsdp,
-                "shardkit": {"compile": order.compiled},
+                "shardkit": {"compile": order.compiled, "offload_optimizer": order.offloads_state},
             }
         ),
     )

@@ -234,8 +234,10 @@ def test_ddp_on_any_accelerator(name):
 def test_what_deepspeed_did_beside_zero_is_named(tmp_path):
     block = "zero_stage: 2, gradient_accumulation_steps: 8, gradient_clipping: 1.0, offload_optimizer_device: cpu"
     (line,) = problems(f"deepspeed_config: {{{block}}}\n", tmp_path)
-    wanted = "fsdp_offload_params: true, shardkit.gradient_accumulation_steps: 8, accelerator.clip_grad_norm_("
+    wanted = "shardkit.offload_optimizer: true, shardkit.gradient_accumulation_steps: 8, accelerator.clip_grad_norm_("
     assert line.endswith(f", with {wanted}model.parameters(), 1.0) in the script.")
+    both = "deepspeed_config: {zero_stage: 3, offload_param_device: cpu, offload_optimizer_device: cpu}\n"
+    assert problems(both, tmp_path)[0].endswith("ZeRO 3 is FULL_SHARD), with fsdp_offload_params: true.")
     (line,) = problems("deepspeed_config: {zero_stage: 3, offload_param_device: none}\n", tmp_path)
     assert line.endswith("ZeRO 3 is FULL_SHARD).")
 

@@ -140,6 +140,24 @@ def test_offloaded_parameters_live_in_pinned_host_memory(tmp_path, device, preci
     assert found["losses"] == pytest.approx(reference(device), abs=1e-4 if precision == "no" else 0.05)
 
 
+@ON_CUDA
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_offloaded_state_lives_in_pinned_host_memory_between_steps(tmp_path, device, strategy):
+    check_offloaded_state(tmp_path, device, strategy)
+
+
+def check_offloaded_state(tmp_path, device, strategy):
+    """Where it is, also after a load, and that no result changes."""
+    plain, offloaded = fsdp(strategy), fsdp(strategy, shardkit={"offload_optimizer": True})
+    whole = run(tmp_path, device, exact=True, config=plain)
+    found = run(tmp_path, device, exact=True, steps=3, config=offloaded, save=tmp_path / "state")
+    rest = run(tmp_path, device, exact=True, first=3, config=offloaded, load=tmp_path / "state")
+    assert found["parameter"]["device"] == device
+    assert found["state"] == rest["state"] == {"device": "cpu", "dtype": "torch.float32", "pinned": True}
+    assert found["losses"] + rest["losses"] == whole["losses"]
+    assert rest["sum"] == whole["sum"]
+
+
 @ON_BOTH
 def test_a_penalty_on_offloaded_weights_is_added_to_the_other_gradients(tmp_path, device):
     """By another thread, while those are still copied to host memory."""

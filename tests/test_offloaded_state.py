@@ -4,6 +4,7 @@ On the CPU the state is where it would be anyway, so the setting is forced there
 from host memory to host memory.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,19 @@ import torch
 from torch import nn
 
 from shardkit import Accelerator
+from shardkit.cli import main
+from shardkit.config.schema import Config, ShardkitConfig
 from shardkit.distributed import host_memory
 from shardkit.distributed.tensors import local_part
 from shardkit.errors import UsageError
+from shardkit.model import gpt
 from shardkit.optim import division, host_state
 from shardkit.optim.kernels import ELEMENTWISE
+from shardkit.plan.closed_form import estimate
 from shardkit.runtime import prepare
 from tests.loops.run import whole
 
+SHAPE = gpt.parse("layers=3,hidden=64,heads=4,vocab=500,seq=64")
 MODES: dict[str, dict[str, Any]] = {
     "DDP": {"distributed_type": "MULTI_CPU"},
     "FULL_SHARD": {"fsdp_config": {"fsdp_auto_wrap_policy": "NO_WRAP"}},
@@ -206,5 +212,41 @@ class Own(torch.optim.Adam):
 
 def test_an_optimizer_that_may_keep_state_elsewhere_is_refused(alone) -> None:
     KINDS["Own"] = lambda parameters: Own(parameters, lr=0.01)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(UsageError, match="offload_optimizer is for .*got Own"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UsageError, match=r"offload_optimizer is for .*got Own"):
         Run("DDP", "Own", True, patch)
+
+
+def planned(optimizer: str, distributed_type: str, **section: Any) -> Any:
+    config = Config(num_processes=4, distributed_type=distributed_type, shardkit=ShardkitConfig(**section))
+    return estimate(gpt.tree(SHAPE), config, world_size=4, optimizer=optimizer).memory
+
+
+@pytest.mark.parametrize("distributed_type", ["FSDP", "MULTI_GPU"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor", "rmsprop"])
+def test_the_plan_has_state_on_the_device_in_the_step_only(
+    monkeypatch: pytest.MonkeyPatch, optimizer: str, distributed_type: str
+) -> None:
+    kept, one_chunk = planned(optimizer, distributed_type), planned(optimizer, distributed_type, offload_optimizer=True)
+    monkeypatch.setattr(division, "STATE_BYTES", 1)
+    offloaded = planned(optimizer, distributed_type, offload_optimizer=True)
+    assert offloaded.host.total == kept.timeline[0].memory.optimizer_state > 0
+    *before, step = offloaded.timeline
+    assert {moment.memory.optimizer_state for moment in before} == {0}
+    largest = max(parameter.numel for _, parameter in gpt.tree(SHAPE).owned()) * 4
+    in_step = {"adamw": 2 * largest, "rmsprop": 2 * largest}.get(optimizer)  # its state, and what the step makes
+    if in_step is not None:
+        assert step.memory.optimizer_state == in_step // (4 if distributed_type == "FSDP" else 1)
+    assert step.memory.optimizer_state <= one_chunk.timeline[-1].memory.optimizer_state
+    assert one_chunk.timeline[-1] == kept.timeline[-1] or optimizer == "muon"  # whose two optimizers step one by one
+    others = [replace(moment.memory, optimizer_state=0) for moment in kept.timeline]
+    assert [replace(moment.memory, optimizer_state=0) for moment in offloaded.timeline] == others
+
+
+def test_the_plan_refuses_what_the_run_refuses() -> None:
+    with pytest.raises(UsageError, match=r"offload_optimizer: the state of this optimizer .*got lion.*adamw"):
+        planned("lion", "FSDP", offload_optimizer=True)
+
+
+def test_the_plan_suggests_it_before_all_shards(capsys: pytest.CaptureFixture) -> None:
+    main.run(["plan", "--model", "llama-3-8b", "--world", "4", "--device", "a100-40gb", "--batch-size", "1"])
+    assert "shardkit.offload_optimizer: true (slower steps, host memory)" in capsys.readouterr().out

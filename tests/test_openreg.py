@@ -17,7 +17,7 @@ from shardkit.compat.operations import send_to_device
 from tests import openreg, test_plain_operands
 from tests.loops.run import Run
 from tests.printed import ROOT
-from tests.test_gpu import PARTS, carry, fsdp, loops_part, reference, run, variables
+from tests.test_gpu import PARTS, carry, check_offloaded_state, fsdp, loops_part, reference, run, variables
 
 pytestmark = [
     pytest.mark.openreg,
@@ -76,6 +76,11 @@ def test_offloaded_parameters_live_in_pinned_host_memory(tmp_path):
     found = run(tmp_path, DEVICE, config=fsdp(fsdp_offload_params=True))
     assert found["parameter"] == {"device": "cpu", "dtype": "torch.float32", "pinned": True}
     assert found["losses"] == pytest.approx(reference("cpu"), abs=1e-4)
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_offloaded_state_lives_in_pinned_host_memory_between_steps(tmp_path, strategy):
+    check_offloaded_state(tmp_path, DEVICE, strategy)
 
 
 def test_a_resumed_run_is_equal_to_the_bit(tmp_path):

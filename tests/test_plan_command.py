@@ -437,6 +437,7 @@ def test_the_answer_for_programs_has_the_settings_of_the_headline(capsys):
         "recompute_every": 2,
         "offload_params": False,
         "offload_activations": False,
+        "offload_optimizer": False,
         "compile": False,
     }
     assert "H100 80 GB, bf16 and fp8, adamw," in plan(capsys, *asked)

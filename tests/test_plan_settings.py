@@ -96,6 +96,7 @@ EFFECTS: dict[str, dict[str, str]] = {
         "shardkit.recompute_every": "2",
     },
     "shardkit.offload_activations": {"shardkit.offload_activations": "true"},
+    "shardkit.offload_optimizer": {"shardkit.offload_optimizer": "true"},
     "shardkit.compile": {"shardkit.compile": "true"},
     "shardkit.gradient_accumulation_steps": {"shardkit.gradient_accumulation_steps": "4"},
 }

@@ -33,6 +33,7 @@ ACTS_IN = {
     "shardkit: {ddp_find_unused_parameters: true}": EXCHANGES,
     "shardkit: {precision: {output_dtype: bf16}}": ("one process", *EXCHANGES),
     "shardkit: {offload_activations: true}": ("one process", "DDP", "NO_SHARD", "FSDP"),
+    "shardkit: {offload_optimizer: true}": ("one process", "DDP", "NO_SHARD", "FSDP"),
     "shardkit: {compile: true}": ("one process", *EXCHANGES),
 }
 
@@ -40,7 +41,7 @@ ACTS_IN = {
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("setting", ACTS_IN)
 def test_a_setting_acts_or_is_noted(engine, setting):
-    if "offload_activations" in setting and engine in TPUS:
+    if "offload_" in setting and engine in TPUS:
         pytest.skip("refused there")
     notes = files.read_text(ENGINES[engine] + setting + "\n").notes
     notes = [note for note in notes if "keys are at the top level" not in note]
@@ -66,6 +67,11 @@ def test_a_setting_acts_or_is_noted(engine, setting):
         ("shardkit: {launch: {lost_timeout_s: 4}}\n", "lost_timeout_s: has no effect without min_machines, which"),
         ("use_cpu: true\nenable_cpu_affinity: true\n", "enable_cpu_affinity: has no effect on the CPU"),
         ("use_cpu: true\ngpu_ids: 0,1\n", "gpu_ids: has no effect on the CPU"),
+        ("use_cpu: true\nshardkit: {offload_optimizer: true}\n", "offload_optimizer: has no effect on the CPU, whose"),
+        (
+            "num_processes: 2\nfsdp_config: {fsdp_offload_params: true}\nshardkit: {offload_optimizer: true}\n",
+            "offload_optimizer: has no effect with fsdp_offload_params, by which",
+        ),
         ("use_cpu: true\nfsdp_config: {fsdp_cpu_ram_efficient_loading: no}\n", "loading: has no effect on the CPU; it"),
         ("tpu_use_cluster: true\ncommands: [ls]\n", "only; it has no effect with distributed_type FSDP; so it is with"),
         (

@@ -103,8 +103,10 @@ def _deepspeed(key: str, value: Any) -> Translation:
         return Translation()
     settings = value if isinstance(value, Mapping) else {}
     also = []
-    if "cpu" in (settings.get("offload_param_device"), settings.get("offload_optimizer_device")):
+    if settings.get("offload_param_device") == "cpu":
         also.append("fsdp_offload_params: true")
+    elif settings.get("offload_optimizer_device") == "cpu":
+        also.append("shardkit.offload_optimizer: true")
     if not _is_one(steps := settings.get("gradient_accumulation_steps")):
         also.append(f"shardkit.gradient_accumulation_steps: {shortened(steps)}")
     if not _is_empty(norm := settings.get("gradient_clipping")):
