@@ -230,13 +230,23 @@ def test_with_a_model_memory_fit_and_traffic_stand_beside_each_strategy(folder, 
     assert "activations of 2,048 tokens" in " ".join(shown.split())
 
 
-def test_where_nothing_fits_offload_is_on_and_the_review_says_so(folder, capsys):
-    model = "gpt:layers=64,hidden=8192,heads=64"
+@pytest.mark.parametrize(
+    ("layers", "offloads", "said"),
+    [(64, (False, True), "Optimizer state is in host memory: "), (112, (True, False), "CPU offload is on: ")],
+)
+def test_where_nothing_fits_the_least_offload_that_does_is_on_and_the_review_says_so(
+    folder, capsys, layers, offloads, said
+):
+    model = f"gpt:layers={layers},hidden=8192,heads=64"
     assert talk_plainly(["several", "2", "", "", "", "", "", "", ""], model=model) == 0
-    assert saved(folder)["fsdp_config"]["fsdp_offload_params"] is True
+    data = saved(folder)
+    assert (
+        data["fsdp_config"]["fsdp_offload_params"],
+        data.get("shardkit", {}).get("offload_optimizer", False),
+    ) == offloads
     shown = capsys.readouterr().out
     assert "least memory; no strategy fits" in shown
-    assert "CPU offload is on" in shown
+    assert said in shown
 
 
 def test_a_machine_with_one_core_has_one_core(folder, capsys):
@@ -254,8 +264,8 @@ def test_a_machine_with_one_core_has_one_core(folder, capsys):
         (
             "layers=64,hidden=16384",
             EIGHT_GPUS,
-            [*[""] * 4, "2", "no", *[""] * 7],
-            "activation checkpointing, CPU offload, more machines.",
+            [*[""] * 4, "2", "no", "no", *[""] * 7],
+            "activation checkpointing, optimizer state in host memory, CPU offload, more machines.",
         ),
     ],
 )

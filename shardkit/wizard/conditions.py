@@ -57,6 +57,11 @@ def shards(s: Situation) -> bool:
     return s.shards
 
 
+def may_offload_state(s: Situation) -> bool:
+    """The optimizer's state could be in host memory alone."""
+    return s.shards and not s.on_cpu and not s.answers.get("fsdp.offload_params")
+
+
 def each_detail(s: Situation) -> bool:
     """The details of FSDP are asked one by one."""
     return s.answers.get("details") == "each"

@@ -64,6 +64,10 @@ def offload(s: Situation) -> Default:
     return Default(*numbers.suggest_offload(s))
 
 
+def offload_state(s: Situation) -> Default:
+    return Default(*numbers.suggest_offload_of_state(s))
+
+
 def wrapping(s: Situation) -> Default:
     if s.model is not None and not s.model.suggested_classes:
         return Default("SIZE_BASED_WRAP", "no class is repeated in the model")

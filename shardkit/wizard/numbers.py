@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import Enum
 from functools import lru_cache
 
-from shardkit.config.meaning import with_strategy
+from shardkit.config.meaning import offloads_state, with_strategy
 from shardkit.config.schema import Config, DistributedType, FsdpConfig, ShardingStrategy, WrapPolicy
 from shardkit.errors import ShardkitError
 from shardkit.model.describe import ModelDescription
@@ -22,6 +23,19 @@ TOKENS = 2048
 """The wizard does not ask for a batch size: memory includes the activations of one sequence of at most this length."""
 LABEL_WIDTH = 24
 """Width before the table's head: number, longest strategy name, and gaps."""
+
+
+class _Offload(Enum):
+    """What is in host memory, from the fastest steps to the least device memory."""
+
+    NONE = "nothing"
+    STATE = "the optimizer's state"
+    ALL = "parameters, gradients and state"
+
+    def in_config(self, config: Config) -> Config:
+        return config.changed(
+            fsdp={"offload_params": self is _Offload.ALL}, shardkit={"offload_optimizer": self is _Offload.STATE}
+        )
 
 
 def device_of(s: Situation) -> Device:
@@ -89,9 +103,14 @@ def suggest_offload(s: Situation) -> tuple[bool, str]:
     """Whether CPU offload is suggested, and why."""
     if s.on_cpu:
         return False, "on a CPU, everything is already in host memory"
-    without, with_offload = _offload_estimates(s)
-    device = device_of(s)
-    if without and with_offload and fits(device, without.memory) is False and fits(device, with_offload.memory):
+    if _first_that_fits(s) is _Offload.ALL:
+        return True, "without it, the chosen strategy does not fit"
+    return False, "steps are faster without it"
+
+
+def suggest_offload_of_state(s: Situation) -> tuple[bool, str]:
+    """Whether the optimizer's state alone is suggested for host memory, and why."""
+    if not s.on_cpu and _first_that_fits(s) is _Offload.STATE:
         return True, "without it, the chosen strategy does not fit"
     return False, "steps are faster without it"
 
@@ -100,9 +119,19 @@ def offload_texts(s: Situation) -> tuple[str, str]:
     """The consequences of no and yes."""
     if s.on_cpu:
         return "everything is in host memory already", "no effect on a CPU"
-    without, with_offload = _offload_estimates(s)
+    return _offload_texts(s, _Offload.ALL) or ("fastest steps", "least GPU memory, slower steps")
+
+
+def offload_of_state_texts(s: Situation) -> tuple[str, str]:
+    """The same for the optimizer's state alone."""
+    return _offload_texts(s, _Offload.STATE) or ("fastest steps", "less GPU memory, a copy there and back each step")
+
+
+def _offload_texts(s: Situation, offload: _Offload) -> tuple[str, str] | None:
+    """None where the model's memory is unknown."""
+    without, with_offload = _offload_estimate(s, _Offload.NONE), _offload_estimate(s, offload)
     if without is None or with_offload is None:
-        return "fastest steps", "least GPU memory, slower steps"
+        return None
     host = with_offload.memory.host.total * s.per_machine
     room = "" if not s.gpus or host <= s.hardware.memory_bytes else ", more than this machine has"
     return (
@@ -130,6 +159,8 @@ def review_lines(s: Situation, config: Config) -> Sequence[str]:
         lines.append(f"! This does not fit. It needs less with: {ways}.")
     elif config.fsdp.offload_params and host:
         lines.append(f"CPU offload is on: {in_words(host * s.per_machine)} of host memory on each machine.")
+    elif offloads_state(config) and host:
+        lines.append(f"Optimizer state is in host memory: {in_words(host * s.per_machine)} on each machine.")
     return tuple(lines)
 
 
@@ -141,18 +172,29 @@ def _less_memory(s: Situation, config: Config, peak_bytes: int) -> list[str]:
         "activation checkpointing": config.changed(fsdp={"activation_checkpointing": True}),
     }
     if config.mode == "fsdp" and not s.on_cpu:
-        tried["CPU offload"] = config.changed(fsdp={"offload_params": True})
+        tried["optimizer state in host memory"] = _Offload.STATE.in_config(config)
+        tried["CPU offload"] = _Offload.ALL.in_config(config)
     found = {name: _estimate(s.model, other, s) for name, other in tried.items()}
     found["more machines"] = _estimated(_Model(s.model), config.model_dump_json(), s.world_size * 2, s.per_machine)
     return [name for name, other in found.items() if other and other.memory.peak.total < peak_bytes]
 
 
-def _offload_estimates(s: Situation) -> tuple[Estimate | None, Estimate | None]:
-    """Without offload, and with it."""
+def _first_that_fits(s: Situation) -> _Offload | None:
+    """The cheapest way in which the chosen strategy fits; None where none does, or it is unknown whether one does."""
+    for offload in _Offload:
+        found = _offload_estimate(s, offload)
+        if found is None or (is_enough := fits(device_of(s), found.memory)) is None:
+            return None
+        if is_enough:
+            return offload
+    return None
+
+
+def _offload_estimate(s: Situation, offload: _Offload) -> Estimate | None:
+    """The chosen strategy with that in host memory."""
     if s.model is None or s.strategy is None:
-        return None, None
-    config = with_strategy(_config(s), s.strategy)
-    return _estimate(s.model, config, s), _estimate(s.model, config.changed(fsdp={"offload_params": True}), s)
+        return None
+    return _estimate(s.model, offload.in_config(with_strategy(_config(s), s.strategy)), s)
 
 
 def with_peaks(s: Situation, field: str, options: Sequence[Option]) -> Sequence[Option]:
@@ -184,6 +226,7 @@ def _config(s: Situation) -> Config:
         num_machines=s.machines,
         num_processes=s.world_size,
         fsdp={"offload_params": False, "reshard_after_forward": None, **_wrapping(s)},
+        shardkit={"offload_optimizer": False},
     )
 
 

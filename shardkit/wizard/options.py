@@ -104,15 +104,24 @@ def details(s: Situation) -> Sequence[Option]:
     by_class = f"one unit for each {' and '.join(classes)}" if classes else "one unit for each repeated block"
     by_size = f"units of {show(defaults.min_params(s).value)} parameters"
     wrapping = by_class if defaults.wrapping(s).value == "TRANSFORMER_BASED_WRAP" else by_size
-    offload = "CPU offload on" if defaults.offload(s).value else "no CPU offload"
+    offload = "no CPU offload"
+    if defaults.offload(s).value:
+        offload = "CPU offload on"
+    elif defaults.offload_state(s).value:
+        offload = "optimizer state in host memory"
     return (
         Option("suggested", "as suggested", f"{offload}; {wrapping}; prefetch in backward; sharded state dict"),
-        Option("each", "one by one", "7 questions, with the cost of each choice"),
+        Option("each", "one by one", f"{7 if s.on_cpu else 8} questions, with the cost of each choice"),
     )
 
 
 def offload(s: Situation) -> Sequence[Option]:
     no, yes = numbers.offload_texts(s)
+    return Option(False, "no", no), Option(True, "yes", yes)
+
+
+def offload_state(s: Situation) -> Sequence[Option]:
+    no, yes = numbers.offload_of_state_texts(s)
     return Option(False, "no", no), Option(True, "yes", yes)
 
 

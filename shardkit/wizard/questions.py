@@ -140,8 +140,8 @@ _FIRST = (
         default=always("suggested", "all of them can also be changed in the review"),
         applies=conditions.shards,
         label="FSDP details",
-        help_text="`one by one` asks for CPU offload, wrapping, the block classes or the minimum unit size, backward "
-        "and forward prefetch, the state dict type and activation checkpointing.",
+        help_text="`one by one` asks for CPU offload, of all or of the optimizer's state, wrapping, the block classes "
+        "or the minimum unit size, backward and forward prefetch, the state dict type and activation checkpointing.",
     ),
     Question(
         key="tpu_name",
@@ -174,6 +174,13 @@ _DETAILS = (
         options=options.offload,
         default=defaults.offload,
         applies=conditions.shards,
+    ),
+    Question(
+        key="shardkit.offload_optimizer",
+        title="Optimizer state alone in host memory?",
+        options=options.offload_state,
+        default=defaults.offload_state,
+        applies=conditions.may_offload_state,
     ),
     Question(
         key="fsdp.auto_wrap_policy",
