@@ -125,6 +125,7 @@ WORDS: dict[Callable[[Situation], bool], str] = {
     another_gpu: "another GPU",
     splits: "more than one process, not on TPU",
     shards: "strategies 1, 2, 4, 5",
+    may_offload_state: "strategies 1, 2, 4, 5 on accelerators, without CPU offload",
     pod: "TPU pod",
     wraps: "strategies 1, 2, 4, 5",
     by_class: "TRANSFORMER_BASED_WRAP",
