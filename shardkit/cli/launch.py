@@ -1,6 +1,6 @@
 """`shardkit launch train.py`: reads the flags, finds the configuration, runs checks, and starts the ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -263,32 +263,18 @@ def _problem_of_series(config: "Config") -> list[str]:
     return []
 
 
-def _raise_all(problems: "list[Problem]", decline: Callable[[str], None] | None) -> None:
-    """Raises one error with all problems, which `decline` tells the other machines first."""
-    from shardkit.launch import preflight
+def _refuse(asked: Asked, loaded: "LoadedConfig | None", problems: "list[Problem]") -> None:
+    """Raises one error with all problems, if there are any. The other machines that wait for this one, as far as
+    `loaded` tells them, are told first, unless it is a dry run."""
+    from shardkit.launch import declining, preflight
 
     try:
         preflight.raise_all(problems)
     except ShardkitError as error:
-        if decline is not None:
-            decline(str(error))
+        if loaded is not None and not asked.dry_run and _is_awaited(loaded):
+            text = str(error).rpartition("\n")[0]  # without the line that counts the problems
+            declining.tell_others(loaded.config, text)
         raise
-
-
-def _decline(loaded: "LoadedConfig", text: str) -> None:
-    """Tell the other machines why this one does not come, where they wait for it."""
-    from shardkit.launch import declining
-
-    if _is_awaited(loaded):
-        declining.tell_others(loaded.config, text.rpartition("\n")[0])  # without the line that counts the problems
-
-
-def _decline_what_is_known(path: Path | None, settings: dict[str, str], text: str) -> None:
-    """The same where the configuration has problems."""
-    from shardkit.launch import declining
-
-    if loaded := declining.with_address(path, settings):
-        _decline(loaded, text)
 
 
 def start_on_pod(asked: Asked, loaded: "LoadedConfig") -> None:
@@ -325,7 +311,6 @@ def checked(asked: Asked) -> "tuple[LoadedConfig, Machine]":
 
     The other machines of a run are told the problems, unless it is a dry run."""
     from dataclasses import replace
-    from functools import partial
 
     from shardkit import env
     from shardkit.config import files, hardware
@@ -340,8 +325,8 @@ def checked(asked: Asked) -> "tuple[LoadedConfig, Machine]":
     try:
         loaded = files.resolve(asked.path, asked.settings)
     except ConfigError as error:
-        decline = partial(_decline_what_is_known, asked.path, asked.settings)
-        _raise_all([*problems, *(Problem(text) for text in error.problems)], None if asked.dry_run else decline)
+        known = None if asked.dry_run else declining.with_address(asked.path, asked.settings)
+        _refuse(asked, known, [*problems, *map(Problem, error.problems)])
         raise
     found = hardware.detect()
     machine = Machine.of(found)
@@ -358,7 +343,7 @@ def checked(asked: Asked) -> "tuple[LoadedConfig, Machine]":
             "launch: --measure: torch_xla tells no memory where a process drives all devices (got XLA); leave it out."
         )
         problems.append(Problem(text))
-    _raise_all(problems, None if asked.dry_run else partial(_decline, loaded))
+    _refuse(asked, loaded, problems)
     for note in _notes(asked, loaded, machine, found.scheduler):
         typer.echo(note, err=True)
     return loaded, machine
