@@ -570,7 +570,7 @@ def test_the_time_to_save_that_is_advised_is_more_than_the_one_that_is_too_short
     def note_at(bytes_per_s: float) -> str:
         monkeypatch.setattr(sizing, "SAVE_BYTES_PER_S", bytes_per_s)
         config = files.overlaid(Config(), {"num_processes": 8})
-        return sizing.sized(config, "gpt-175b", devices.find("h100-80"), 1, None, None).notes[-1]
+        return sizing.sized(config, "gpt-175b", sizing.Load(devices.find("h100-80"), 1, None, None)).notes[-1]
 
     found = re.search(r"about (\d+) s", note_at(1))
     assert found is not None

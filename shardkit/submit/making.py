@@ -6,6 +6,7 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shardkit.config import files
 from shardkit.config.hardware_defaults import cores_of_job
@@ -21,7 +22,7 @@ from shardkit.plan import devices
 from shardkit.problems import Problems
 from shardkit.submit import engines, kubernetes, reading, sizing
 from shardkit.submit.engines import Engine
-from shardkit.submit.job import Job, Volume
+from shardkit.submit.job import Job
 
 MAIN = Path(__file__).parent.parent / "__main__.py"
 """The program `shardkit`, as a file: a job starts in the project's folder, from which `python -m` would import."""
@@ -69,25 +70,6 @@ class Asked:
         return {name for name, value in given.items() if value} | {*self.switches.given}
 
 
-@dataclass(frozen=True)
-class _Values:
-    """The values of the flags as read; None where one is not given, or is a problem."""
-
-    device: devices.Device | None
-    cpus: int | None
-    memory_bytes: int | None
-    time_s: int | None
-    batch_size: int | None
-    seq_len: int | None
-    steps: int | None
-    program: tuple[str, ...] | None
-    ssh: tuple[str, ...] | None
-    volumes: tuple[Volume, ...] | None
-    hosts: tuple[str, ...] | None
-    options: dict[str, str] | None
-    variables: dict[str, str] | None
-
-
 def job_for(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job | None, list[str]]:
     """(engine, job, notes on the job). Errors are added to `problems`; engine and job may then be None."""
     engine = problems.of(engines.find, to)
@@ -95,60 +77,65 @@ def job_for(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, J
     loaded = problems.of(_resolved, asked.config, asked.settings)
     if loaded:
         problems.lines += _missing(loaded.config, loaded.origins, loaded.path) + _problem_of_resume(loaded)
-    values = _read(asked, engine, loaded.config if loaded else None, problems)
+    load = _load(asked, loaded.config if loaded else None, problems)
+    fields = _fields(asked, engine, loaded.config if loaded else None, problems)
     if engine is not None:
-        problems.lines += engines.problems(engine, asked.name, asked.flags, values.options or {})
+        problems.lines += engines.problems(engine, asked.name, asked.flags, fields.get("options", {}))
     if engine is None or loaded is None or not asked.command:
         return engine, None, []
-    job = _job(asked, engine, loaded, values)
+    job = _job(asked, engine, loaded, fields, load)
     problems.lines += engine.problems(job)
     if problems.lines:
         return engine, job, []
-    return engine, *_planned(asked.model, job, engine, loaded.path, values)
+    return engine, *_planned(asked.model, job, engine, loaded.path, load)
 
 
-def _read(asked: Asked, engine: Engine | None, config: Config | None, problems: Problems) -> _Values:
-    takes_hosts = engine is not None and "--hosts" in engine.flags
-    ranks_of_each = config and config.processes_per_machine
-    return _Values(
-        ssh=problems.of(_words, "--ssh", asked.ssh),
-        program=problems.of(_words, "--program", asked.program),
-        time_s=None if asked.time is None else problems.of(reading.seconds, asked.time),
-        memory_bytes=None if asked.memory is None else problems.of(reading.size, asked.memory),
-        cpus=problems.of(number_of_flag, "--cpus", asked.cpus),
+def _load(asked: Asked, config: Config | None, problems: Problems) -> sizing.Load:
+    """What a plan is made for."""
+    return sizing.Load(
+        device=problems.of(_device, asked.device, config),
         batch_size=problems.of(number_of_flag, "--batch-size", asked.batch_size),
         seq_len=problems.of(number_of_flag, "--seq-len", asked.seq_len),
         steps=problems.of(number_of_flag, "--steps", asked.steps),
-        options=problems.of(reading.options, asked.options),
-        variables=problems.of(reading.variables, asked.variables),
-        device=problems.of(_device, asked.device, config),
-        volumes=problems.of(reading.volumes, asked.volumes, engine is None or engine.name != "skypilot"),
-        hosts=problems.of(reading.hosts, asked.hosts, ranks_of_each) if takes_hosts else None,
     )
 
 
-def _job(asked: Asked, engine: Engine, loaded: files.LoadedConfig, values: _Values) -> Job:
+def _fields(asked: Asked, engine: Engine | None, config: Config | None, problems: Problems) -> dict[str, Any]:
+    """The fields of the job that flags set."""
+    takes_hosts = engine is not None and "--hosts" in engine.flags
+    ranks_of_each = config and config.processes_per_machine
+    found = {
+        "ssh": problems.of(_words, "--ssh", asked.ssh),
+        "program": problems.of(_words, "--program", asked.program),
+        "time_s": None if asked.time is None else problems.of(reading.seconds, asked.time),
+        "memory_bytes": None if asked.memory is None else problems.of(reading.size, asked.memory),
+        "cpus_per_machine": problems.of(number_of_flag, "--cpus", asked.cpus),
+        "image": asked.image,
+        "options": problems.of(reading.options, asked.options),
+        "variables": problems.of(reading.variables, asked.variables),
+        "volumes": problems.of(reading.volumes, asked.volumes, engine is None or engine.name != "skypilot"),
+        "hosts": problems.of(reading.hosts, asked.hosts, ranks_of_each) if takes_hosts else None,
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _job(asked: Asked, engine: Engine, loaded: files.LoadedConfig, fields: dict[str, Any], load: sizing.Load) -> Job:
     """The job as the flags and the configuration have it."""
     config = loaded.config
+    usual: dict[str, Any] = {
+        "program": _program(engine),
+        "cpus_per_machine": cores_of_job(config.processes_per_machine, runs_on_cpu(config)),
+    }
     return Job(
         name=asked.name or _name(asked.command[0], asked.is_module),
         command=tuple(asked.command),
         is_module=asked.is_module,
         config=config,
-        switches=tuple(asked.switches.words),
         folder=Path.cwd(),
         chosen=frozenset(loaded.chosen),
-        program=values.program or _program(engine),
-        cpus_per_machine=values.cpus or cores_of_job(config.processes_per_machine, runs_on_cpu(config)),
-        memory_bytes=values.memory_bytes,
-        time_s=values.time_s,
-        gpu=_gpu(values.device) if asked.device and values.device else None,
-        image=asked.image or None,
-        volumes=values.volumes or (),
-        hosts=values.hosts or (),
-        ssh=values.ssh or (),
-        options=values.options or {},
-        variables=values.variables or {},
+        switches=tuple(asked.switches.words),
+        gpu=_gpu(load.device) if asked.device and load.device else None,
+        **usual | fields,
     )
 
 
@@ -256,21 +243,21 @@ def _gpu(device: devices.Device) -> str | None:
     return next((name for name, known in devices.DEVICES.items() if known == device and name != "cpu"), None)
 
 
-def _planned(given: str | None, job: Job, engine: Engine, path: Path | None, values: _Values) -> tuple[Job, list[str]]:
+def _planned(
+    given: str | None, job: Job, engine: Engine, path: Path | None, load: sizing.Load
+) -> tuple[Job, list[str]]:
     """(the job, with memory and time from the plan if no flags set them; notes). Unchanged without a model: the
     given one, or the one that the configuration file `path` names.
 
     A model that only the file names may be missing on this machine: that is a note, not an error."""
     model = given or comment.in_file(path)
     if model is None:
-        flags = {"--batch-size": values.batch_size, "--seq-len": values.seq_len, "--steps": values.steps}
+        flags = {"--batch-size": load.batch_size, "--seq-len": load.seq_len, "--steps": load.steps}
         if wanted := [flag for flag, value in flags.items() if value]:
             raise UsageError(f"{', '.join(wanted)}: for the plan, which needs a model (got none); add --model.")
         return job, []
     try:
-        assert values.device is not None, "one that is no device is a problem"
-        load = values.batch_size, values.seq_len, values.steps
-        sizes = sizing.sized(job.config, model, values.device, *load, None if given else path)
+        sizes = sizing.sized(job.config, model, load, None if given else path)
     except ShardkitError as error:
         if given is not None:
             raise
@@ -278,7 +265,7 @@ def _planned(given: str | None, job: Job, engine: Engine, path: Path | None, val
     notes = list(sizes.notes)
     if job.memory_bytes is None and "--memory" in engine.flags:
         job = replace(job, memory_bytes=sizes.memory_bytes)
-    if values.steps is not None and sizes.steps_s is None:
+    if load.steps is not None and sizes.steps_s is None:
         notes.append("note: the time of a step is unknown without --batch-size, or for this device; add --time.")
     elif job.time_s is None and "--time" in engine.flags:
         job = replace(job, time_s=sizes.steps_s)

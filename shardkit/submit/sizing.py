@@ -30,24 +30,27 @@ class Sizes:
     notes: tuple[str, ...]
 
 
-def sized(
-    config: Config,
-    model: str,
-    device: Device,
-    batch_size: int | None,
-    seq_len: int | None,
-    steps: int | None,
-    file: Path | None = None,
-) -> Sizes:
+@dataclass(frozen=True)
+class Load:
+    """What is planned for: the GPU or CPU of a rank, its micro-batch, the steps of the run; None: not known."""
+
+    device: Device | None
+    batch_size: int | None
+    seq_len: int | None
+    steps: int | None
+
+
+def sized(config: Config, model: str, load: Load, file: Path | None = None) -> Sizes:
     """The sizes for a configuration, from the closed-form plan with AdamW. `file`: the configuration file, where it
     names the model. Raises the errors of `request.build`."""
+    assert load.device is not None, "a name that is none of a device is a problem"
     planned = request.build(
         config,
         model,
-        device,
+        load.device,
         per_machine=config.processes_per_machine,
-        batch_size=batch_size,
-        seq_len=seq_len,
+        batch_size=load.batch_size,
+        seq_len=load.seq_len,
         file=file,
     )
     found = row(planned, configured_strategy(planned.config))
@@ -59,7 +62,7 @@ def sized(
     notes = []
     if found.fits is False:
         notes.append(
-            f"note: by the plan a rank needs {in_words(peak.total)}, more than {device.name} has; "
+            f"note: by the plan a rank needs {in_words(peak.total)}, more than {load.device.name} has; "
             f"run shardkit plan{config_flag(file) if file else f' --model {shlex.quote(model)}'} for advice."
         )
     stop_s = config.shardkit.launch.stop_timeout_s
@@ -70,7 +73,7 @@ def sized(
             f"{math.ceil(save_s * MARGIN / 30) * 30}."
         )
     steps_s = None
-    if steps is not None and found.time is not None:
-        slowest = steps * found.time.slowest_s * MARGIN
+    if load.steps is not None and found.time is not None:
+        slowest = load.steps * found.time.slowest_s * MARGIN
         steps_s = -(-int(slowest) // _ROUND_S) * _ROUND_S + _ROUND_S
     return Sizes(ranks * (RANK_BYTES + host.total + copied), steps_s, tuple(notes))
