@@ -10,19 +10,19 @@ from shardkit.config import document, validation
 from shardkit.config.accelerate_keys import NEMO_KEYS
 from shardkit.config.keys import Path
 from shardkit.config.layers import Layer, Origin, SettingEntry
-from shardkit.config.schema import ShardingStrategy, StateDictType, read_bool, read_count
+from shardkit.config.schema import StateDictType, read_bool, read_count
 from shardkit.convert.report import Conversion, Line
 
-_STRATEGIES = {
-    "full": ShardingStrategy.FULL_SHARD,
-    "hybrid": ShardingStrategy.HYBRID_SHARD,
-    "grad": ShardingStrategy.SHARD_GRAD_OP,
-}
+_STRATEGIES = {"full": "FULL_SHARD", "hybrid": "HYBRID_SHARD", "grad": "SHARD_GRAD_OP"}
 _DTYPES = {"32": "fp32", "fp32": "fp32", "bf16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "fp16": "fp16"}
 _PRECISIONS = {"32": "no", "fp32": "no", "bf16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "16-mixed": "fp16"}
 _PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
+_COUNTED = "counted in num_processes and num_machines"
+
 Found = dict[Path, Any]
+Reading = Callable[[Any], tuple[Found, str]]
+"""From a key's value to settings, and what is said of it."""
 
 
 class Refused(Exception):
@@ -44,7 +44,7 @@ def from_nemo(text: str, name: str) -> Conversion:
     data = document.raw(document.compose(text, name))
     layer, lines, others = Layer(), [], []
     for key, value in _flat(data):
-        reading = _readings().get(key.removeprefix("model."))
+        reading = _READINGS.get(key.removeprefix("model."))
         if reading is None:
             others.append(key)
             continue
@@ -71,36 +71,12 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return flat
 
 
-def _read(key: str, value: Any, reading: Callable[[Any], tuple[Found, str]]) -> tuple[Line, Found]:
+def _read(key: str, value: Any, reading: Reading) -> tuple[Line, Found]:
     try:
         found, text = reading(value)
     except Refused as problem:
         return Line(key, "refused", f"{problem} (got {document.shortened(value)})"), {}
     return Line(key, "changed" if found else "left out", text), found
-
-
-def _readings() -> dict[str, Callable[[Any], tuple[Found, str]]]:
-    return {
-        "fsdp": _fsdp,
-        "fsdp_sharding_strategy": _strategy,
-        "fsdp_grad_reduce_dtype": _reduce_dtype,
-        "fsdp_sharded_checkpoint": _state_dict_type,
-        "fsdp_use_orig_params": _use_orig_params,
-        "fsdp_cpu_offload": _offload,
-        "megatron_amp_O2": _amp_o2,
-        "optim.name": _optimizer,
-        "activations_checkpoint_granularity": _activation_checkpointing,
-        "trainer.precision": _precision,
-        "precision": _precision,
-        "trainer.accumulate_grad_batches": _accumulation,
-        "trainer.devices": _devices,
-        "trainer.num_nodes": _counted,
-        "micro_batch_size": _batched,
-        "global_batch_size": _batched,
-        "native_amp_init_scale": _init_scale,
-        "seed": _seed,
-        **dict.fromkeys(_PARALLEL, _parallel),
-    }
 
 
 def _fsdp(value: Any) -> tuple[Found, str]:
@@ -109,18 +85,26 @@ def _fsdp(value: Any) -> tuple[Found, str]:
     return {("distributed_type",): "MULTI_GPU"}, "distributed_type: MULTI_GPU (DDP)"
 
 
-def _strategy(value: Any) -> tuple[Found, str]:
-    strategy = _STRATEGIES.get(str(value).lower())
-    if strategy is None:
-        raise Refused("is not one of full, hybrid and grad")
-    return {("fsdp", "sharding_strategy"): strategy}, f"fsdp_sharding_strategy: {strategy.value}"
+def _as_given(setting: str) -> Reading:
+    """Of a value that is the same here."""
+    return lambda value: ({tuple(setting.split(".")): value}, f"{setting}: {value}")
 
 
-def _reduce_dtype(value: Any) -> tuple[Found, str]:
-    dtype = _DTYPES.get(str(value).lower())
-    if dtype is None:
-        raise Refused("is not one of 32, bf16 and 16")
-    return {("shardkit", "precision", "reduce_dtype"): dtype}, f"shardkit.precision.reduce_dtype: {dtype}"
+def _left(text: str) -> Reading:
+    """Of a key that no setting here stands for."""
+    return lambda value: ({}, text)
+
+
+def _one_of(known: Mapping[str, str], path: Path, shown: str, words: str) -> Reading:
+    """Of a word that another one stands for here. `words`: those that can be given."""
+
+    def read(value: Any) -> tuple[Found, str]:
+        found = known.get(str(value).lower())
+        if found is None:
+            raise Refused(f"is not one of {words}")
+        return {path: found}, f"{shown}: {found}"
+
+    return read
 
 
 def _state_dict_type(value: Any) -> tuple[Found, str]:
@@ -159,22 +143,6 @@ def _activation_checkpointing(value: Any) -> tuple[Found, str]:
     raise Refused("only whole blocks can be recomputed; write full, or leave it out")
 
 
-def _precision(value: Any) -> tuple[Found, str]:
-    mixed = _PRECISIONS.get(str(value).lower())
-    if mixed is None:
-        raise Refused("is not one of 32, bf16 and 16")
-    return {("mixed_precision",): mixed}, f"mixed_precision: {mixed}"
-
-
-def _accumulation(value: Any) -> tuple[Found, str]:
-    path = ("shardkit", "gradient_accumulation_steps")
-    return {path: value}, f"shardkit.gradient_accumulation_steps: {value}"
-
-
-def _seed(value: Any) -> tuple[Found, str]:
-    return {("shardkit", "seed"): value}, f"shardkit.seed: {value}"
-
-
 def _parallel(value: Any) -> tuple[Found, str]:
     if str(value) not in {"1", "None"}:
         raise Refused("only data parallelism is supported; write 1")
@@ -188,7 +156,7 @@ def _devices(value: Any) -> tuple[Found, str]:
         raise Refused("is not a number of devices, their numbers, -1 or auto")
     numbers = _numbers_of(value)
     if len(numbers) < 2 and not isinstance(value, list):
-        return _counted(value)
+        return {}, _COUNTED
     return {("gpu_ids",): ",".join(numbers)}, f"gpu_ids: {','.join(numbers)}; counted in num_processes"
 
 
@@ -204,18 +172,6 @@ def _count_of(value: Any) -> int | None:
         return (len(numbers) or None) if all(number.isdecimal() for number in numbers) else None
     count = read_count(value)
     return count if isinstance(count, int) and count > 0 else None
-
-
-def _counted(value: Any) -> tuple[Found, str]:
-    return {}, "counted in num_processes and num_machines"
-
-
-def _batched(value: Any) -> tuple[Found, str]:
-    return {}, "the data loader's batch; their ratio over all processes is shardkit.gradient_accumulation_steps"
-
-
-def _init_scale(value: Any) -> tuple[Found, str]:
-    return {("shardkit", "precision", "init_scale"): value}, f"shardkit.precision.init_scale: {value}"
 
 
 def _count(data: Mapping[str, Any], layer: Layer) -> None:
@@ -261,3 +217,31 @@ def _yes(value: Any) -> bool:
     if not isinstance(answer, bool):
         raise Refused("is not True or False")
     return answer
+
+
+_BATCHED = "the data loader's batch; their ratio over all processes is shardkit.gradient_accumulation_steps"
+_MIXED_PRECISION = _one_of(_PRECISIONS, ("mixed_precision",), "mixed_precision", "32, bf16 and 16")
+_REDUCE_DTYPE = "shardkit.precision.reduce_dtype"
+_READINGS: dict[str, Reading] = {
+    "fsdp": _fsdp,
+    "fsdp_sharding_strategy": _one_of(
+        _STRATEGIES, ("fsdp", "sharding_strategy"), "fsdp_sharding_strategy", "full, hybrid and grad"
+    ),
+    "fsdp_grad_reduce_dtype": _one_of(_DTYPES, tuple(_REDUCE_DTYPE.split(".")), _REDUCE_DTYPE, "32, bf16 and 16"),
+    "fsdp_sharded_checkpoint": _state_dict_type,
+    "fsdp_use_orig_params": _use_orig_params,
+    "fsdp_cpu_offload": _offload,
+    "megatron_amp_O2": _amp_o2,
+    "optim.name": _optimizer,
+    "activations_checkpoint_granularity": _activation_checkpointing,
+    "trainer.precision": _MIXED_PRECISION,
+    "precision": _MIXED_PRECISION,
+    "trainer.accumulate_grad_batches": _as_given("shardkit.gradient_accumulation_steps"),
+    "trainer.devices": _devices,
+    "trainer.num_nodes": _left(_COUNTED),
+    "micro_batch_size": _left(_BATCHED),
+    "global_batch_size": _left(_BATCHED),
+    "native_amp_init_scale": _as_given("shardkit.precision.init_scale"),
+    "seed": _as_given("shardkit.seed"),
+    **dict.fromkeys(_PARALLEL, _parallel),
+}
