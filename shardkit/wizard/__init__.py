@@ -2,7 +2,7 @@
 
 a session      run, loop, review; answers, draft; commands, which it prints at the end
 the questions  questions, the table; question, situation; conditions, options, defaults, readers
-with a model   model, numbers
+with a model   numbers
 on the screen  prompter, plain lines; inplace
 the docs page  reference
 """

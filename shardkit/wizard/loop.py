@@ -7,13 +7,15 @@ from typing import Any
 
 from shardkit.errors import ModelError
 from shardkit.model.describe import ModelDescription
+from shardkit.model.sources import describe
 from shardkit.wizard import conditions
 from shardkit.wizard.answers import answer_of, settle, typed, walk
-from shardkit.wizard.model import ModelReader
 from shardkit.wizard.prompter import Back, Prompt, Prompter
 from shardkit.wizard.question import Question, show
 from shardkit.wizard.questions import QUESTIONS, by_key
 from shardkit.wizard.situation import Situation
+
+MODEL_TIMEOUT_S = 120.0
 
 
 @dataclass
@@ -22,8 +24,9 @@ class Conversation:
 
     prompter: Prompter
     start: Situation
-    reader: ModelReader
     given: dict[str, Any] = field(default_factory=dict)
+    models: dict[str, ModelDescription] = field(default_factory=dict)
+    """Those that were read, by their specifications."""
     model_is_asked: bool = True
     model_problem: str = ""
     """Why the model given at the start could not be read."""
@@ -39,12 +42,12 @@ class Conversation:
         return walk(self.start, self.given)
 
 
-def ask_all(session: Conversation, skip_given: bool) -> None:
-    """Asks every question before the review; in a resumed session only those after the answered ones. Back at the first
+def ask_all(session: Conversation) -> None:
+    """Asks every question before the review, after those that are answered, as in a resumed session. Back at the first
     one repeats it. Where an earlier answer changes, later ones that were the default take the new default."""
     trail: list[Question] = []
     question = _next(session, None)
-    while skip_given and question is not None and question.key in session.given:
+    while question is not None and question.key in session.given:
         trail.append(question)
         question = _next(session, question)
     while question is not None:
@@ -102,10 +105,16 @@ def read_model(session: Conversation) -> str:
 
 
 def _read(session: Conversation, spec: str) -> ModelDescription:
-    if session.reader.knows(spec):
-        return session.reader.read(spec)
-    with session.prompter.waiting(f"reading the model {spec}"):
-        return session.reader.read(spec)
+    """Reads the model in a child process, if it was not read before."""
+    if spec not in session.models:
+        with session.prompter.waiting(f"reading the model {spec}"):
+            try:
+                session.models[spec] = describe(spec, MODEL_TIMEOUT_S, session.start.folder)
+            except ModelError:
+                raise
+            except Exception as error:
+                raise ModelError(f"--model {spec}: cannot be read ({error}); leave it out to continue.") from error
+    return session.models[spec]
 
 
 def _next(session: Conversation, after: Question | None) -> Question | None:
@@ -166,23 +175,28 @@ def _changed(session: Conversation, known: Mapping[str, Any]) -> Question | None
 
 
 def ask(session: Conversation, question: Question) -> None:
-    """Asks one question, checks and stores the answer. A model that cannot be read is asked for again. Raises Back."""
+    """Asks one question, checks and stores the answer. Raises Back."""
     situation = session.situation(until=question.key)
-    is_model = question.key == "model"
-    value = _put(session, question, situation, session.model_problem if is_model else "")
-    session.given[question.key] = value
-    if is_model:
-        try:
-            found = read_model(session)
-            session.model_problem = ""
-        except ModelError as error:
-            session.model_problem = str(error)
-            return ask(session, question)
-    note = found if is_model else question.note(situation, value)
+    if question.key == "model":
+        value, note = _ask_model(session, question, situation)
+    else:
+        value = session.given[question.key] = _put(session, question, situation, "")
+        note = question.note(situation, value)
     session.prompter.say(f"  {question.name}: {shown(question, situation, value)}" + (f" ({note})" if note else ""))
     if question.key == "details" and value == "suggested":
         _forget_details(session)
-    return None
+
+
+def _ask_model(session: Conversation, question: Question, situation: Situation) -> tuple[str | None, str]:
+    """(the answer, the description). A model that cannot be read is asked for again."""
+    while True:
+        value = session.given[question.key] = _put(session, question, situation, session.model_problem)
+        try:
+            found = read_model(session)
+            session.model_problem = ""
+            return value, found
+        except ModelError as error:
+            session.model_problem = str(error)
 
 
 def _forget_details(session: Conversation) -> None:

@@ -18,7 +18,6 @@ from shardkit.model import comment
 from shardkit.wizard import commands, draft
 from shardkit.wizard.answers import from_config, to_config
 from shardkit.wizard.loop import Conversation, ask_all, read_model
-from shardkit.wizard.model import ModelReader
 from shardkit.wizard.prompter import Back, Option, PlainPrompter, Prompt, Prompter
 from shardkit.wizard.review import Target, check_writable, content_of, review
 from shardkit.wizard.situation import Situation
@@ -74,11 +73,10 @@ def converse(options: WizardOptions, prompter: Prompter, hardware: Hardware | No
     if not options.user:
         check_writable(path)
     try:
-        begun = _begin(options, prompter, path, hardware or detect())
-        session = begun.session
-        if not begun.is_complete:
-            ask_all(session, skip_given=begun.is_resumed)
-        saved = review(session, begun.target)
+        session, target = _begin(options, prompter, path, hardware or detect())
+        if not session.start.has_base:
+            ask_all(session)
+        saved = review(session, target)
     except KeyboardInterrupt:
         more = "; the next run offers to resume" if draft.find(path) else ""
         print(f"shardkit config: stopped, nothing was written{more}.", file=sys.stderr)
@@ -117,19 +115,8 @@ def _prompter(plain: bool) -> Prompter:
     return QuestionaryPrompter()
 
 
-@dataclass(frozen=True)
-class _Begun:
-    """The session before the first question, and its file."""
-
-    session: Conversation
-    target: Target
-    is_resumed: bool
-    """Whether the answers come from a stopped run."""
-    is_complete: bool
-    """Whether all answers come from a file, which is edited in the review."""
-
-
-def _begin(options: WizardOptions, prompter: Prompter, path: Path, hardware: Hardware) -> _Begun:
+def _begin(options: WizardOptions, prompter: Prompter, path: Path, hardware: Hardware) -> tuple[Conversation, Target]:
+    """The session before the first question, and its file. All answers of a file to edit are given in it."""
     _greet(prompter, Situation(hardware, folder=options.folder), path, options)
     resumed = _resumed(prompter, path)
     former, config = _former(prompter, path, options)
@@ -139,11 +126,11 @@ def _begin(options: WizardOptions, prompter: Prompter, path: Path, hardware: Har
     if spec := comment.read(former) if former else None:
         own["model"] = spec
     given = own | resumed | ({"model": options.model} if options.model else {})
-    session = Conversation(prompter, situation, ModelReader(options.folder), given)
+    session = Conversation(prompter, situation, given)
     session.model_is_asked = options.model is None
     session.on_answer = lambda answers: draft.keep(path, _others(answers, own))
-    _read_named_model(session, is_edited=known is not None)
-    return _Begun(session, Target(path, former, options.dry_run, content_of(path)), bool(resumed), known is not None)
+    _read_named_model(session)
+    return session, Target(path, former, options.dry_run, content_of(path))
 
 
 def _others(answers: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,7 +138,7 @@ def _others(answers: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
     return {key: value for key, value in answers.items() if key not in own or value != own[key]}
 
 
-def _read_named_model(session: Conversation, is_edited: bool) -> None:
+def _read_named_model(session: Conversation) -> None:
     """Reads the model given on the command line, in the file or by the stopped run; reports an error at once."""
     try:
         found = read_model(session)
@@ -159,7 +146,7 @@ def _read_named_model(session: Conversation, is_edited: bool) -> None:
             session.prompter.say(f"  model: {found}")
     except ModelError as error:
         session.model_problem = str(error)
-        if is_edited:
+        if session.start.has_base:
             session.prompter.say(f"! {error}")
 
 
