@@ -1,5 +1,6 @@
 """Generates the docs page on migrating from Accelerate, from the tables of this package and a script's diff."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from shardkit.compat import migrate
@@ -51,18 +52,22 @@ accumulation window, `test_ops` at its check of padding different shapes (shardk
 """
 
 
+ARGUMENTS_HEAD = "Arguments of Accelerator\n\nAll are accepted. These have another effect or raise an error."
+REFUSED_HEAD = "Refused names\n\nThey can be imported and compared. Calling one raises an error with this advice."
+
+
 def migration_page(script: Path) -> str:
     """The page, in Markdown. `script`: a script for Accelerate, whose diff is shown."""
     change = migrate.change_of(script)
     diff = change.diff().replace(str(script), script.name)
     parts = [
         HEAD,
-        _differences(),
+        _table("Intended differences", ("shardkit", "reason"), {one.text: one.reason for one in DIFFERENCES}),
         TRAINER,
-        _members(),
-        _attributes(),
-        _arguments(),
-        _refused(),
+        _table("Members of Accelerator", ("member", "in shardkit"), _as_code(MEMBERS)),
+        _table("Attributes of Accelerator that scripts set", ("attribute", "in shardkit"), _as_code(ATTRIBUTES)),
+        _table(ARGUMENTS_HEAD, ("argument", "in shardkit"), _as_code(ARGUMENTS)),
+        _table(REFUSED_HEAD, ("name", "instead"), _refused()),
         f"## A script's diff\n\n```diff\n{diff}```\n",
     ]
     remarks = "\n".join(f"- `{line.replace(str(script), script.name)}`" for line in migrate.remarks(change.found))
@@ -70,34 +75,21 @@ def migration_page(script: Path) -> str:
     return "\n".join([*parts, last])
 
 
-def _differences() -> str:
-    rows = [f"| {one.text} | {one.reason} |" for one in DIFFERENCES]
-    return "\n".join(["## Intended differences", "", "| shardkit | reason |", "|---|---|", *rows, ""])
+def _table(head: str, columns: tuple[str, str], rows: Mapping[str, str]) -> str:
+    lines = [f"| {first} | {second} |" for first, second in rows.items()]
+    return "\n".join([f"## {head}", "", f"| {' | '.join(columns)} |", "|---|---|", *lines, ""])
 
 
-def _members() -> str:
-    rows = [f"| `{name}` | {text} |" for name, text in MEMBERS.items()]
-    return "\n".join(["## Members of Accelerator", "", "| member | in shardkit |", "|---|---|", *rows, ""])
+def _as_code(texts: Mapping[str, str]) -> dict[str, str]:
+    return {f"`{name}`": text for name, text in texts.items()}
 
 
-def _attributes() -> str:
-    rows = [f"| `{name}` | {text} |" for name, text in ATTRIBUTES.items()]
-    head = "## Attributes of Accelerator that scripts set"
-    return "\n".join([head, "", "| attribute | in shardkit |", "|---|---|", *rows, ""])
-
-
-def _arguments() -> str:
-    rows = [f"| `{name}` | {text} |" for name, text in ARGUMENTS.items()]
-    head = "## Arguments of Accelerator\n\nAll are accepted. These have another effect or raise an error."
-    return "\n".join([head, "", "| argument | in shardkit |", "|---|---|", *rows, ""])
-
-
-def _refused() -> str:
-    """The refused names, grouped by what to use instead."""
+def _refused() -> dict[str, str]:
+    """The refused names, those with the same advice together."""
     names: dict[str, list[str]] = {}
     for module, table in REFUSED.items():
         for instead, words in table.items():
-            names.setdefault(instead, []).extend(f"{module}.{word}" if module else word for word in words.split())
-    rows = [f"| {', '.join(f'`{name}`' for name in found)} | {instead} |" for instead, found in names.items()]
-    head = "## Refused names\n\nThey can be imported and compared. Calling one raises an error with this advice."
-    return "\n".join([head, "", "| name | instead |", "|---|---|", *rows, ""])
+            names.setdefault(instead, []).extend(
+                f"`{module}.{word}`" if module else f"`{word}`" for word in words.split()
+            )
+    return {", ".join(found): instead for instead, found in names.items()}
