@@ -60,10 +60,8 @@ class ParallelismConfig:
         """Names of the axes that are larger than 1."""
         return [name for name in ("dp_replicate", "dp_shard") if self._size(f"{name}_size") > 1]
 
-    @property
-    def dp_dim_names(self) -> list[str]:
-        """Axes along which ranks read different data."""
-        return self.active_mesh_dims
+    # Along each of them ranks read different data, and a loss is averaged; FSDP's mesh has them all.
+    dp_dim_names = dp_cp_dim_names = fsdp_dim_names = active_mesh_dims
 
     @property
     def non_dp_dim_names(self) -> list[str]:
@@ -76,29 +74,12 @@ class ParallelismConfig:
         return [name for name in self.active_mesh_dims if name == "dp_shard"]
 
     @property
-    def dp_cp_dim_names(self) -> list[str]:
-        """Axes over which a loss is averaged."""
-        return self.active_mesh_dims
-
-    @property
-    def fsdp_dim_names(self) -> list[str]:
-        """Axes of FSDP's mesh."""
-        return self.active_mesh_dims
-
-    @property
-    def total_size(self) -> int:
-        """The number of ranks."""
-        return self.data_parallel_size
-
-    @property
-    def non_data_parallel_size(self) -> int:
-        """The number of ranks that read the same data: 1."""
-        return 1
-
-    @property
     def data_parallel_size(self) -> int:
-        """The number of ranks that read different data."""
+        """The number of ranks. They all read different data."""
         return self._size("dp_replicate_size") * self._size("dp_shard_size")
+
+    total_size = data_parallel_size
+    non_data_parallel_size = 1
 
     @property
     def dp_replicate_enabled(self) -> bool:

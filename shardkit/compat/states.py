@@ -40,6 +40,9 @@ class _State(ProcessControl):
     device: torch.device
     distributed_type: DistributedType
     _shared_state: ClassVar[dict[str, Any]]
+    _known_attributes: ClassVar[list[str]]
+    _why_missing: ClassVar[str]
+    """Why none of the known attributes may be there, and what to do."""
 
     @property
     def initialized(self) -> bool:
@@ -54,6 +57,20 @@ class _State(ProcessControl):
     def set_device(self) -> None:
         """Does nothing: the device was chosen when the process group was started."""
 
+    def __getattr__(self, name: str) -> Any:
+        if name in self._known_attributes:
+            raise AttributeError(f"{type(self).__name__}.{name}: {self._why_missing}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return (
+            f"Distributed environment: {self.distributed_type.value}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
 
 class PartialState(_State):
     """This process's rank and device. The first one starts the process group, which is collective: every rank creates
@@ -64,6 +81,7 @@ class PartialState(_State):
         *("_cpu", "_mixed_precision", "_shared_state", "backend", "debug", "device", "distributed_type"),
         *("fork_launched", "local_process_index", "num_processes", "process_index"),
     ]
+    _why_missing = "the state was reset (got _reset_state()); create a new PartialState()."
     _has_started_group: ClassVar[bool] = False
     """Whether a PartialState started the current process group; a reset does not end it."""
     _timeout: ClassVar[timedelta | None] = None
@@ -104,16 +122,6 @@ class PartialState(_State):
         self._is_cpu_asked_for = cpu
         self._mixed_precision = config.mixed_precision
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self._known_attributes:
-            raise AttributeError(
-                f"PartialState.{name}: the state was reset (got _reset_state()); create a new PartialState()."
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __repr__(self) -> str:
-        return _text(self)
-
     @staticmethod
     def _reset_state() -> None:
         """Clear the state. The process group stays."""
@@ -139,16 +147,6 @@ def _joined(cpu: bool, timeout: timedelta | None) -> tuple[process.Process, Any]
     return process.start(config), config
 
 
-def _text(state: Any) -> str:
-    return (
-        f"Distributed environment: {state.distributed_type.value}\n"
-        f"Num processes: {state.num_processes}\n"
-        f"Process index: {state.process_index}\n"
-        f"Local process index: {state.local_process_index}\n"
-        f"Device: {state.device}\n"
-    )
-
-
 class AcceleratorState(_State):
     """As PartialState, with the settings of the newest Accelerator."""
 
@@ -157,6 +155,7 @@ class AcceleratorState(_State):
         *PartialState._known_attributes,
         *("deepspeed_plugin", "use_ipex", "fsdp_plugin", "megatron_lm_plugin", "dynamo_plugin"),
     ]
+    _why_missing = "no Accelerator exists yet, or the state was reset; create an Accelerator()."
 
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **arguments: Any) -> None:
         self.__dict__ = self._shared_state
@@ -188,15 +187,8 @@ class AcceleratorState(_State):
             if run.config.mode == "fsdp":
                 self.fsdp_plugin = running_plugin(run)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self._known_attributes:
-            raise AttributeError(
-                f"AcceleratorState.{name}: no Accelerator exists yet, or the state was reset; create an Accelerator()."
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     def __repr__(self) -> str:
-        return f"{_text(self)}Mixed precision type: {self.mixed_precision}\n"
+        return f"{super().__repr__()}Mixed precision type: {self.mixed_precision}\n"
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
