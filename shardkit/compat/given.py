@@ -21,7 +21,7 @@ from shardkit.compat.handlers import (
     ProfileKwargs,
 )
 from shardkit.compat.kinds import FP8BackendType
-from shardkit.compat.plugins import DataLoaderConfiguration
+from shardkit.compat.plugins import DATA_SETTINGS, DataLoaderConfiguration
 from shardkit.config.code import Given
 from shardkit.config.meaning import eight_bits
 from shardkit.config.schema import Config
@@ -34,9 +34,6 @@ Handler = TypeVar("Handler", bound=KwargsHandler)
 
 _DDP = "Accelerator(kwargs_handlers=DistributedDataParallelKwargs)"
 _FIND_UNUSED = "shardkit.ddp_find_unused_parameters"
-_DATA = {name: f"shardkit.data.{name}" for name in ("split_batches", "even_batches")} | {
-    "data_seed": "shardkit.data.seed"
-}
 
 log = get_logger(__name__)
 
@@ -143,11 +140,11 @@ class GivenObjects:
     def _follow_objects(self, given: DataLoaderConfiguration | None) -> None:
         """Show the settings of the run in the objects, and read them again from now on."""
         run = self._run
-        values = {field: attrgetter(name)(run.config) for field, name in _DATA.items()}
+        values = {field: attrgetter(name)(run.config) for field, name in DATA_SETTINGS.items()}
         self._dataloader_config = given or DataLoaderConfiguration(**values)
         self._profile_given = copy(self.profile_handler)
         self._followed = [
-            Followed(lambda: {name: getattr(self._dataloader_config, field) for field, name in _DATA.items()}),
+            Followed(lambda: {name: getattr(self._dataloader_config, field) for field, name in DATA_SETTINGS.items()}),
             Followed(lambda: {"shardkit.compile": "shardkit.compile" in self.state.dynamo_plugin.shardkit_settings()}),
         ]
 

@@ -133,6 +133,9 @@ class InitProcessGroupKwargs(KwargsHandler):
         return {} if self.timeout is None else {"shardkit.launch.process_group_timeout_s": self.timeout.total_seconds()}
 
 
+_RECORDED = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
+
+
 @dataclass
 class ProfileKwargs(KwargsHandler):
     """What `accelerator.profile()` records."""
@@ -148,8 +151,7 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | None = None
 
     def shardkit_settings(self) -> dict[str, Any]:
-        plain = ("activities", "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
-        known = {name: f"shardkit.profile.{name}" for name in plain}
+        known = {name: f"shardkit.profile.{name}" for name in ("activities", *_RECORDED)}
         known |= {"output_trace_dir": "shardkit.profile.folder", "schedule_option": "", "on_trace_ready": ""}
         given = _only(self, known)
         given.pop("", None)
@@ -157,19 +159,14 @@ class ProfileKwargs(KwargsHandler):
 
     def build(self) -> Any:
         """A torch profiler with these options."""
-        import torch
         from torch import profiler
 
         activities = None
         if self.activities is not None:
             activities = [getattr(profiler.ProfilerActivity, name.upper()) for name in self.activities]
-        return torch.profiler.profile(
+        return profiler.profile(
             activities=activities,
             schedule=profiler.schedule(**self.schedule_option) if self.schedule_option else None,
             on_trace_ready=self.on_trace_ready,
-            record_shapes=self.record_shapes,
-            profile_memory=self.profile_memory,
-            with_stack=self.with_stack,
-            with_flops=self.with_flops,
-            with_modules=self.with_modules,
+            **{name: getattr(self, name) for name in _RECORDED},
         )

@@ -106,8 +106,9 @@ class FullyShardedDataParallelPlugin:
             return {}  # FSDP2 is always used, and a full state dict is always in host memory on rank 0
         if name == "activation_checkpointing_offload":
             return {"shardkit.offload_activations": True} if value else {}
-        if name not in _NAME_OF:
-            raise UsageError(f"is not supported (got {value!r}); remove it: {_INSTEAD[name]}.")
+        if name == "param_init_fn":
+            instead = "a model on the meta device is initialized by reset_parameters of its modules"
+            raise UsageError(f"is not supported (got {value!r}); remove it: {instead}.")
         return {f"fsdp_config.{_NAME_OF[name]}": _READ.get(name, lambda given: given)(value)}
 
     # Methods that callers of Accelerate use.
@@ -158,11 +159,6 @@ class FullyShardedDataParallelPlugin:
         """Raises an error if the value is invalid."""
         if self.cpu_offload is not None:
             _offload(self.cpu_offload)
-
-
-_INSTEAD = {
-    "param_init_fn": "a model on the meta device is initialized by reset_parameters of its modules",
-}
 
 
 Choice = TypeVar("Choice", bound=Enum)
@@ -263,6 +259,14 @@ class GradientAccumulationPlugin(KwargsHandler):
         return given
 
 
+DATA_SETTINGS = {
+    "split_batches": "shardkit.data.split_batches",
+    "even_batches": "shardkit.data.even_batches",
+    "data_seed": "shardkit.data.seed",
+}
+"""Fields of DataLoaderConfiguration, and the keys of shardkit.yaml for them."""
+
+
 @dataclass
 class DataLoaderConfiguration:
     """How loaders split the data over ranks."""
@@ -279,13 +283,12 @@ class DataLoaderConfiguration:
     def shardkit_settings(self) -> dict[str, Any]:
         """The fields that differ from the defaults. Dispatching, the sampler and the copying of batches are always
         shardkit's."""
-        given = {
-            "split_batches": self.split_batches,
-            "even_batches": self.even_batches,
-            "seed": self.data_seed,
+        values = {field: getattr(self, field) for field in DATA_SETTINGS}
+        return {
+            DATA_SETTINGS[name]: value
+            for name, value in values.items()
+            if value != getattr(DataLoaderConfiguration, name)
         }
-        default = {"split_batches": False, "even_batches": True, "seed": None}
-        return {f"shardkit.data.{name}": value for name, value in given.items() if value != default[name]}
 
 
 @dataclass
@@ -308,8 +311,11 @@ class TorchDynamoPlugin(KwargsHandler):
         """The keyword arguments for torch.compile; none without a backend."""
         if self.backend is DynamoBackend.NO:
             return {}
-        own = {"mode": self.mode, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "options": self.options}
-        return {"backend": self.backend.value.lower(), **{k: v for k, v in own.items() if v is not None}}
+        given = {name: value for name, value in self._options().items() if value is not None}
+        return {"backend": self.backend.value.lower(), **given}
+
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("mode", "fullgraph", "dynamic", "options")}
 
     def shardkit_settings(self) -> dict[str, Any]:
         """Whether units are compiled. Raises UsageError for other backends than inductor, and for its options."""
@@ -320,8 +326,7 @@ class TorchDynamoPlugin(KwargsHandler):
                 f"TorchDynamoPlugin: backend: only inductor is supported (got {self.backend.value}); "
                 "use INDUCTOR, or call torch.compile in the script."
             )
-        chosen = {name: getattr(self, name) for name in ("mode", "fullgraph", "dynamic", "options")}
-        given = [f"{name}={value!r}" for name, value in chosen.items() if value and value != "default"]
+        given = [f"{name}={value!r}" for name, value in self._options().items() if value and value != "default"]
         if given:
             raise UsageError(
                 f"TorchDynamoPlugin: units are compiled with torch's defaults (got {', '.join(given)}); leave it out, "
