@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardkit.cli import HELP, options
-from shardkit.cli.launch import LaunchCommand, problems_of_compat
+from shardkit.cli.launch import LaunchCommand
 from shardkit.errors import ShardkitError
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ def submit(
 ) -> int:
     """Make a job for a scheduler that runs SCRIPT. Arguments after the script are passed to it; options before it
     override the file."""
-    from shardkit.cli.config import target_problem, write_target
+    from shardkit.cli.configuring import target_problem, write_target
+    from shardkit.cli.launching import problems_of_compat
     from shardkit.launch import flags
     from shardkit.submit.making import Asked, job_for
 
