@@ -80,33 +80,7 @@ def variables(environment: Mapping[str, str]) -> list[dict[str, str]]:
 def batch_job(job: Job, environment: dict[str, str]) -> dict[str, Any]:
     """The Job's spec: one pod per machine. Exit code 75 of a pod means that it was preempted and has saved; the
     condition DisruptionTarget, that it was preempted, evicted or drained, and may not have saved in time."""
-    container: dict[str, Any] = {
-        "name": CONTAINER,
-        "image": job.image,
-        "command": command(job),
-        "env": variables(environment),
-        "envFrom": [{"secretRef": {"name": job.options["env-secret"]}}] if "env-secret" in job.options else [],
-        "resources": resources(job),
-        "volumeMounts": [
-            {"name": "shared-memory", "mountPath": "/dev/shm"},
-            *({"name": f"volume-{number}", "mountPath": volume.path} for number, volume in enumerate(job.volumes)),
-        ],
-    }
-    pod: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": job.grace_s,
-        "containers": [{name: value for name, value in container.items() if value != []}],
-        "volumes": [
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},  # NCCL and data loaders need more than 64 MiB
-            *(
-                {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": volume.source}}
-                for number, volume in enumerate(job.volumes)
-            ),
-        ],
-    }
-    for option, key in (("priority-class", "priorityClassName"), ("service-account", "serviceAccountName")):
-        if option in job.options:
-            pod[key] = job.options[option]
+    preempted = {"containerName": CONTAINER, "operator": "In", "values": [EXIT_PREEMPTED]}
     return {
         "parallelism": job.machines,
         "completions": job.machines,
@@ -114,15 +88,40 @@ def batch_job(job: Job, environment: dict[str, str]) -> dict[str, Any]:
         "backoffLimit": 0,
         "podFailurePolicy": {
             "rules": [
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [EXIT_PREEMPTED]},
-                },
+                {"action": "FailJob", "onExitCodes": preempted},
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]},
             ]
         },
-        "template": {"spec": pod},
+        "template": {"spec": _pod(job, environment)},
     }
+
+
+def _pod(job: Job, environment: dict[str, str]) -> dict[str, Any]:
+    # NCCL and data loaders need more shared memory than the usual 64 MiB.
+    volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    for number, volume in enumerate(job.volumes):
+        volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": volume.source}})
+        mounts.append({"name": f"volume-{number}", "mountPath": volume.path})
+    container: dict[str, Any] = {
+        "name": CONTAINER,
+        "image": job.image,
+        "command": command(job),
+        "env": variables(environment),
+        "envFrom": [{"secretRef": {"name": job.options["env-secret"]}}] if "env-secret" in job.options else [],
+        "resources": resources(job),
+        "volumeMounts": mounts,
+    }
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": job.grace_s,
+        "containers": [{name: value for name, value in container.items() if value != []}],
+        "volumes": volumes,
+    }
+    for option, key in (("priority-class", "priorityClassName"), ("service-account", "serviceAccountName")):
+        if option in job.options:
+            pod[key] = job.options[option]
+    return pod
 
 
 def failure_policy(job: Job) -> dict[str, Any]:

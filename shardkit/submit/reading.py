@@ -1,7 +1,7 @@
 """Parses the flags of `shardkit submit`. Each function raises UsageError with all problems of its argument."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shardkit.config import host_port
@@ -41,34 +41,34 @@ def hosts(path: Path | None, ranks: int | None) -> tuple[str, ...]:
     names: dict[str, int] = {}
     problems = []
     for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        where, (name, *rest) = f"{path}:{number}", words
-        if name in names:
-            problems.append(
-                f"{where}: {name} is a duplicate (got it on line {names[name]}, too); there is one launch per host."
-            )
-        elif not _is_host(name):
-            problems.append(
-                f"{where}: not a host name (got {name!r}); write user@name or name, an IPv6 address without brackets, "
-                "and a port as an option of ssh: --ssh 'ssh -tt -p 2222'."
-            )
-        names.setdefault(name, number)
-        for word in rest:
-            key, _, value = word.partition("=")
-            if key not in ("slots", "max_slots", "max-slots") or (slots := number_in(value)) is None:
-                problems.append(f"{where}: only `name slots=N` is supported (got {word!r}); remove the rest.")
-            elif key == "slots" and ranks is not None and slots != ranks:
-                problems.append(
-                    f"{where}: {name} has {value} slots, but the configuration has {counted(ranks, 'rank')} per "
-                    "machine; change the slots, or num_processes."
-                )
+        if words := line.partition("#")[0].split():
+            problems += [f"{path}:{number}: {text}" for text in _problems_of_host(*words, earlier=names, ranks=ranks)]
+            names.setdefault(words[0], number)
     if not names:
         problems.append(f"{path}: contains no host; write one per line.")
     if problems:
         raise UsageError("\n".join(problems))
     return tuple(names)
+
+
+def _problems_of_host(name: str, *rest: str, earlier: Mapping[str, int], ranks: int | None) -> Iterator[str]:
+    """What is wrong with a line of hosts. `earlier`: the lines of those before it."""
+    if name in earlier:
+        yield f"{name} is a duplicate (got it on line {earlier[name]}, too); there is one launch per host."
+    elif not _is_host(name):
+        yield (
+            f"not a host name (got {name!r}); write user@name or name, an IPv6 address without brackets, and a port as "
+            "an option of ssh: --ssh 'ssh -tt -p 2222'."
+        )
+    for word in rest:
+        key, _, value = word.partition("=")
+        if key not in ("slots", "max_slots", "max-slots") or (slots := number_in(value)) is None:
+            yield f"only `name slots=N` is supported (got {word!r}); remove the rest."
+        elif key == "slots" and ranks is not None and slots != ranks:
+            yield (
+                f"{name} has {value} slots, but the configuration has {counted(ranks, 'rank')} per machine; change the "
+                "slots, or num_processes."
+            )
 
 
 def _is_host(text: str) -> bool:

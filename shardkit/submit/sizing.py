@@ -72,8 +72,10 @@ def sized(config: Config, model: str, load: Load, file: Path | None = None) -> S
             f"but shardkit.launch.stop_timeout_s is {stop_s:g}; add --set shardkit.launch.stop_timeout_s="
             f"{math.ceil(save_s * MARGIN / 30) * 30}."
         )
-    steps_s = None
-    if load.steps is not None and found.time is not None:
-        slowest = load.steps * found.time.slowest_s * MARGIN
-        steps_s = -(-int(slowest) // _ROUND_S) * _ROUND_S + _ROUND_S
+    steps_s = _seconds(load.steps * found.time.slowest_s) if load.steps is not None and found.time is not None else None
     return Sizes(ranks * (RANK_BYTES + host.total + copied), steps_s, tuple(notes))
+
+
+def _seconds(planned_s: float) -> int:
+    """The limit of a job's time for so many seconds of steps."""
+    return -(-int(planned_s * MARGIN) // _ROUND_S) * _ROUND_S + _ROUND_S
