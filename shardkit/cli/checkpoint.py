@@ -11,6 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from shardkit import sizes
+from shardkit.checkpoint.commands import compare, describe
+from shardkit.checkpoint.commands import merge as merging
+from shardkit.checkpoint.commands import prune as pruning
+from shardkit.checkpoint.exporting import export
+from shardkit.checkpoint.files import folder, manifest, paths
+from shardkit.checkpoint.files import verify as verifying
+from shardkit.checkpoint.loading import locate
+from shardkit.checkpoint.saving import retention
 from shardkit.cli import HELP, checkpoint_text, options
 from shardkit.cli.advice import ADVICE
 from shardkit.cli.progress import Progress
@@ -73,9 +81,6 @@ def checkpoint() -> None:
 @app.command("list")
 def list_(path: Series = Path(), as_json: options.AsJson = False) -> int:
     """List the checkpoints of a run, oldest first. Shows step, date, size, and whether all their files exist."""
-    from shardkit.checkpoint.files import folder, paths
-    from shardkit.checkpoint.loading import locate
-
     found = locate.checkpoints(path)
     latest = {parent: folder.read_latest(parent) for parent in {item.parent for item in found}}
     is_one = paths.real(found[0]) == paths.real(path)
@@ -93,9 +98,6 @@ def list_(path: Series = Path(), as_json: options.AsJson = False) -> int:
 
 
 def _row(path: Place) -> dict[str, Any]:
-    from shardkit.checkpoint.files import folder
-    from shardkit.checkpoint.saving import retention
-
     named = folder.STEP.fullmatch(path.name)
     row: dict[str, Any] = {"step": int(named[1]) if named else None, "path": str(path)}
     row["name"] = None if named else path.name
@@ -110,8 +112,6 @@ def _row(path: Place) -> dict[str, Any]:
 
 def _is_gone(found: Place, given: Place) -> bool:
     """Whether a checkpoint of a folder was deleted since it was found there, by the run that saves into it."""
-    from shardkit.checkpoint.files import manifest
-
     try:
         return found != given and not (manifest.exists(found) if isinstance(found, Url) else os.path.lexists(found))
     except OSError:
@@ -125,9 +125,6 @@ def inspect(
     as_json: options.AsJson = False,
 ) -> int:
     """Show the contents of a checkpoint. These are step, ranks, sizes, versions, and with --tensors every tensor."""
-    from shardkit.checkpoint.commands import describe
-    from shardkit.checkpoint.loading import locate
-
     found = locate.checkpoint(path)
     facts = describe.facts(found)
     if tensors:
@@ -146,8 +143,6 @@ def verify(path: Each = Path(), as_json: options.AsJson = False) -> int:
 
     Those that a run deletes meanwhile are left out; one that it replaces is verified again.
     """
-    from shardkit.checkpoint.loading import locate
-
     results = []
     for found in locate.checkpoints(path):
         problems, size = _damages(found)
@@ -166,13 +161,10 @@ def verify(path: Each = Path(), as_json: options.AsJson = False) -> int:
 
 
 def _damages(path: Place) -> tuple[list[str], int]:
-    from shardkit.checkpoint.files import manifest
-    from shardkit.checkpoint.files.verify import damages, open_checkpoint
-
     try:
-        found = open_checkpoint(path)
+        found = verifying.open_checkpoint(path)
         with Progress("verified", found.manifest.bytes) as progress:
-            problems = damages(found, progress.add)
+            problems = verifying.damages(found, progress.add)
         if problems and manifest.is_replaced(path, found.manifest):
             return _damages(path)
         return problems, found.manifest.bytes
@@ -186,13 +178,10 @@ def diff(first: Where, second: Where, as_json: options.AsJson = False) -> int:
 
     Both are verified first. Exit code 3 if one is damaged.
     """
-    from shardkit.checkpoint.commands.compare import compare
-    from shardkit.checkpoint.loading import locate
-
     one, two = locate.checkpoint(first), locate.checkpoint(second)
     size = 2 * (one.manifest.bytes + two.manifest.bytes)  # verified, then compared
     with _as_checkpoint_error(), Progress("compared", size) as progress:
-        found = compare(one, two, progress.add)
+        found = compare.compare(one, two, progress.add)
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
     else:
@@ -212,11 +201,6 @@ def merge(
     as_json: options.AsJson = False,
 ) -> int:
     """Export the model of a checkpoint as safetensors files. torch and Transformers open them. Verifies the digests."""
-    from shardkit.checkpoint.commands.merge import merge as merge_into
-    from shardkit.checkpoint.commands.merge import model_bytes, models_before, of_hooks, values_left_out
-    from shardkit.checkpoint.exporting import export
-    from shardkit.checkpoint.loading import locate
-
     problems = Problems()
     problems.of(export.folder_named, output, "--output")
     target = None if dtype is None else problems.of(export.dtype_named, dtype, "--dtype")
@@ -224,9 +208,9 @@ def merge(
     problems.raise_all()
     assert limit is not None
     found = locate.checkpoint(path)
-    left_out = values_left_out(found)  # reads the checkpoint: before anything is written
-    with _as_checkpoint_error(), Progress("merged", model_bytes(found)) as progress:
-        written = merge_into(found, output, target, limit, progress.add)
+    notes = merging.notes(found, output)  # reads the checkpoint: before anything is written
+    with _as_checkpoint_error(), Progress("merged", merging.model_bytes(found)) as progress:
+        written = merging.merge(found, output, target, limit, progress.add)
     rows: list[dict[str, Any]] = [
         {"folder": str(where), "files": [file.name for file in files], "bytes": export.total_bytes(files)}
         for where, files in written.items()
@@ -237,20 +221,8 @@ def merge(
         for row in rows:
             held = f"{sizes.in_words(row['bytes'])} in {counted(len(row['files']), 'file')}"
             print(f"{row['folder']}: {held}, step {found.manifest.step}")
-    if before := models_before(output, written):
-        print(
-            f"note: models of an earlier export stay, since this checkpoint has no such models (got {before}); delete "
-            "what you do not need.",
-            file=sys.stderr,
-        )
-    if left_out:
-        print(f"note: extra state that is no tensor was not exported (got {left_out}).", file=sys.stderr)
-    if added := of_hooks(found):
-        print(
-            f"note: files of the script's save hook were not exported (got {added} in {found.path}); if the hook saves "
-            "a model, it is in these files.",
-            file=sys.stderr,
-        )
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
     return 0
 
 
@@ -261,9 +233,6 @@ def pin(
     as_json: options.AsJson = False,
 ) -> int:
     """Protect a checkpoint from retention and prune."""
-    from shardkit.checkpoint.loading import locate
-    from shardkit.checkpoint.saving import retention
-
     chosen = locate.checkpoint(path).path
     with _as_checkpoint_error():
         retention.unpin(chosen) if undo else retention.pin(chosen)
@@ -288,9 +257,6 @@ def prune(
 
     Pinned checkpoints are kept. Older ones are deleted unread. An error if a run saves into the folder.
     """
-    from shardkit.checkpoint.commands import prune as pruning
-    from shardkit.checkpoint.loading import locate
-
     problems = Problems()
     newest = problems.of(number_of_flag, "--keep-last", keep_last)
     multiples = problems.of(number_of_flag, "--keep-every", keep_every, 0)

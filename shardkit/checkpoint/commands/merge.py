@@ -4,7 +4,7 @@ Extra memory is one tensor piece. If the dtype does not change, bytes are copied
 """
 
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,14 @@ def merge(
     The first model is written to `folder`, further ones to `folder/model_1`, ... `on_bytes` is called with the number
     of bytes just read.
     """
-    sections = [name for name in checkpoint.index.sections if layout.is_model(name)]
-    if not any(checkpoint.index.sections[name] for name in sections):
-        added = of_hooks(checkpoint)
+    folders = _folders(checkpoint, folder)
+    if not any(checkpoint.index.sections[name] for name in folders):
+        added = _of_hooks(checkpoint)
         reason = f"its models are in files of the script's save hook (got {added})" if added else "contains no model"
         raise CheckpointError(f"checkpoint: {checkpoint.path}: {reason}; there is nothing to merge.")
     written = {}
     with ExitStack() as stack:
-        for section in sections:
-            where = folder if section == "model" else folder / section
+        for section, where in folders.items():
             written[where] = _begin(checkpoint, section, where, dtype, max_shard_bytes)
             stack.callback(export.discard, written[where])
             _copy(checkpoint, section, written[where], on_bytes)
@@ -53,25 +52,50 @@ def merge(
     return {where: opened.files for where, opened in written.items()}
 
 
-def models_before(folder: Path, written: Container[Path]) -> str:
+def _folders(checkpoint: Checkpoint, folder: Path) -> dict[str, Path]:
+    """{section: the folder for the files of this model}."""
+    models = [name for name in checkpoint.index.sections if layout.is_model(name)]
+    return {name: folder if name == "model" else folder / name for name in models}
+
+
+def notes(checkpoint: Checkpoint, folder: Path) -> list[str]:
+    """What an export leaves out, and what it leaves in the folder. Reads the checkpoint."""
+    found = []
+    if before := _models_before(checkpoint, folder):
+        found.append(
+            f"models of an earlier export stay, since this checkpoint has no such models (got {before}); delete what "
+            "you do not need."
+        )
+    if left_out := _values_left_out(checkpoint):
+        found.append(f"extra state that is no tensor was not exported (got {left_out}).")
+    if added := _of_hooks(checkpoint):
+        found.append(
+            f"files of the script's save hook were not exported (got {added} in {checkpoint.path}); if the hook saves "
+            "a model, it is in these files."
+        )
+    return found
+
+
+def _models_before(checkpoint: Checkpoint, folder: Path) -> str:
     """Names of the folders with a further model of an earlier export, which this one does not have; empty without
     any. They stay: somebody else may have exported into them."""
+    written = _folders(checkpoint, folder).values()
     found = [path for path in sorted(folder.glob("model_*")) if _MODEL.fullmatch(path.name) and path not in written]
     return first_few([path for path in found if export.stale(export.names_in(path), "model", set())], 4)
 
 
-def of_hooks(checkpoint: Checkpoint) -> str:
+def _of_hooks(checkpoint: Checkpoint) -> str:
     """Names of the files that save hooks added, shortened; empty without any. A model that a hook saved is in these
     files, and is not merged."""
     return first_few(sorted(checkpoint.manifest.additions), 4)
 
 
-def values_left_out(checkpoint: Checkpoint) -> str:
+def _values_left_out(checkpoint: Checkpoint) -> str:
     """Names of the values in the models' state dicts that are no tensors, shortened; empty without any. An export holds
     tensors only."""
     objects = checkpoint.common()["objects"]
     names = []
-    for section in (name for name in checkpoint.index.sections if layout.is_model(name)):
+    for section in _folders(checkpoint, Path()):
         kept = state_json.extra_state(section)
         names += [f"{section}: {name}" for name in objects.get(kept, [kept] if kept in checkpoint.apart else [])]
     return first_few(names, 4)
