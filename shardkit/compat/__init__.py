@@ -12,8 +12,8 @@ the class       facade; members, the table of its members; attributes, given, wi
 other classes   states, plugins, mesh_sizes, handlers, kinds, constants, loaders, schedulers, trackers, local_sgd
 functions       operations, machine, memory, models, trainer_files, trials
 differences     differences, with the switch for Accelerate's own behaviour
-a script read   migrate; scan, for names; one_rank, for calls of one rank; and for both bindings, branches,
-                rank_conditions
+a script read   migrate; scan, for names; schedule_lengths; one_rank, for calls of one rank; and for all of them
+                bindings, branches, rank_conditions
 the docs page   reference
 """
 

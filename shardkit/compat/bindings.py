@@ -28,7 +28,7 @@ class Bindings:
         """Whether the value of an expression is an Accelerator. What is called `accelerator` is taken for one."""
         match node:
             case ast.Call(func=function):
-                return self.is_class(function) or f"{'.'.join(dotted(function))}()" in self.accelerators
+                return self.is_class(function) or f"{name_of(function)}()" in self.accelerators
             case ast.IfExp(body=first, orelse=second):
                 return self.is_accelerator(first) or self.is_accelerator(second)
             case ast.BoolOp(values=values):
@@ -75,6 +75,11 @@ def dotted(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
         return [*before, node.attr]
     return []
+
+
+def name_of(node: ast.AST) -> str:
+    """`a.b.c`; empty for other expressions."""
+    return ".".join(dotted(node))
 
 
 def below_accelerate(module: str) -> str | None:
@@ -137,7 +142,7 @@ def _find_accelerators(found: Bindings, everything: list[ast.AST]) -> None:
         found.accelerators |= {name for name, value in given if name and found.is_accelerator(value)}
     for node in everything:
         if isinstance(node, (ast.arg, ast.AnnAssign)) and _is_of_class(found, node.annotation):
-            found.accelerators.add(node.arg if isinstance(node, ast.arg) else ".".join(dotted(node.target)))
+            found.accelerators.add(node.arg if isinstance(node, ast.arg) else name_of(node.target))
 
 
 def assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
@@ -146,10 +151,10 @@ def assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
         case ast.Assign(targets=targets, value=value):
             for target in targets:
                 if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-                    yield from ((".".join(dotted(to)), one) for to, one in zip(target.elts, value.elts, strict=False))
-                yield ".".join(dotted(target)), value
+                    yield from ((name_of(to), one) for to, one in zip(target.elts, value.elts, strict=False))
+                yield name_of(target), value
         case ast.AnnAssign(target=target, value=ast.expr() as value) | ast.NamedExpr(target=target, value=value):
-            yield ".".join(dotted(target)), value
+            yield name_of(target), value
         case ast.FunctionDef(name=name):
             returns = (one.value for one in ast.walk(node) if isinstance(one, ast.Return) and one.value is not None)
             yield from ((f"{name}()", value) for value in returns)

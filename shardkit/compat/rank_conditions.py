@@ -10,7 +10,7 @@ from typing import Any
 
 from shardkit import env
 from shardkit.compat import branches
-from shardkit.compat.bindings import assigned, dotted
+from shardkit.compat.bindings import assigned, name_of
 
 _FLAGS = {"is_main_process", "is_local_main_process", "is_last_process"}
 _FLAGS |= {"is_world_process_zero", "is_local_process_zero"}
@@ -55,7 +55,7 @@ def source_of(tree: ast.Module) -> Source:
         for name, value in assigned(node):
             values[name].append(value)
         if isinstance(node, (ast.For, ast.comprehension, ast.AugAssign)):
-            others |= {".".join(dotted(one)) for one in ast.walk(node.target)}
+            others |= {name_of(one) for one in ast.walk(node.target)}
     return Source(tree, values, frozenset(others))
 
 
@@ -120,7 +120,7 @@ class Conditions:
                 ast.Subscript(slice=ast.Constant(value=str(name))) | ast.Call(args=[ast.Constant(value=str(name)), *_])
             ):
                 return name in _VARIABLES
-        if not isinstance(node, (ast.Name, ast.Attribute, ast.Call)) or ".".join(dotted(node)) in self.source.others:
+        if not isinstance(node, (ast.Name, ast.Attribute, ast.Call)) or name_of(node) in self.source.others:
             return False
         meaning = self._meaning(node, depth)
         if meaning is not None and self._is_number(meaning, depth + 1):
@@ -131,7 +131,7 @@ class Conditions:
 
     def _meaning(self, node: ast.AST, depth: int) -> ast.expr | None:
         """What the script has assigned to this name, or returns from this function: if that is one expression."""
-        name = f"{_last(node)}()" if isinstance(node, ast.Call) else ".".join(dotted(node))
+        name = f"{_last(node)}()" if isinstance(node, ast.Call) else name_of(node)
         values = self.source.values.get(name, [])
         is_one = len(values) == 1 and name not in self.source.others and depth < 5
         return values[0] if is_one else None

@@ -5,11 +5,11 @@ they use are recorded during a launch (`touched.py`).
 """
 
 import ast
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from shardkit.compat import branches, names, rank_conditions
-from shardkit.compat.bindings import Bindings, bindings, dotted
+from shardkit.compat import branches, names, rank_conditions, schedule_lengths
+from shardkit.compat.bindings import Bindings, bindings, dotted, name_of
 from shardkit.compat.differences import affecting
 from shardkit.compat.members import ARGUMENTS, MEMBERS
 from shardkit.launch import preloaded
@@ -81,8 +81,10 @@ def scan_tree(tree: ast.Module, file: str) -> Found:
     for module, name, line in bound.uses:
         _classify(found, file, line, module, name)
     _members(found, tree, file, bound)
-    found.remarks += [Named(file, line, "num_processes", STRETCHED) for line in stretched_schedules(tree)]
-    found.remarks += [Named(file, line, name, OF_ALL_RANKS) for line, name in lengths_over_all_ranks(tree, bound)]
+    found.remarks += [Named(file, line, "num_processes", STRETCHED) for line in schedule_lengths.stretched(tree)]
+    found.remarks += [
+        Named(file, line, name, OF_ALL_RANKS) for line, name in schedule_lengths.lengths_over_all_ranks(tree, bound)
+    ]
     found.remarks += [Named(file, line, "continue", SKIPS_AGAIN) for line in skips_by_hand(tree)]
     found.remarks += [Named(file, line, name, OF_ONE_RANK) for line, name in saves_of_one_rank(tree, bound)]
     return found
@@ -114,7 +116,6 @@ OF_ONE_RANK = (
 )
 MEANINGS = {STRETCHED: "scheduler", OF_ALL_RANKS: "scheduler", SKIPS_AGAIN: "position"}
 """Remarks that do not hold in a run with this word of --accelerates-meaning."""
-_DIVISIONS = (ast.Div, ast.FloorDiv)
 
 
 def _classify(found: Found, file: str, line: int, module: str, name: str) -> None:
@@ -136,7 +137,7 @@ def _add(where: list[Named], one: Named) -> None:
 def _members(found: Found, tree: ast.Module, file: str, bound: Bindings) -> None:
     """Find the members of Accelerator that are used, and the arguments of its constructor."""
     nodes = list(ast.walk(tree))
-    schedules = _schedules(nodes)
+    made = schedule_lengths.schedules(nodes)
     for node in nodes:
         if isinstance(node, ast.Attribute) and bound.is_accelerator(node.value):
             if node.attr in MEMBERS and (text := MEMBERS[node.attr]).startswith("refused"):
@@ -146,7 +147,11 @@ def _members(found: Found, tree: ast.Module, file: str, bound: Bindings) -> None
         elif isinstance(node, ast.Call) and bound.is_class(node.func):
             for keyword in node.keywords:
                 _argument(found, file, keyword)
-        elif isinstance(node, ast.Call) and _is_prepare(node.func, bound) and schedules & _names(node.args):
+        elif (
+            isinstance(node, ast.Call)
+            and schedule_lengths.is_prepare(node.func, bound)
+            and made & schedule_lengths.names_of(node.args)
+        ):
             _add(found.stands_in, Named(file, node.lineno, "Accelerator.prepare_scheduler"))
 
 
@@ -159,76 +164,6 @@ def _argument(found: Found, file: str, keyword: ast.keyword) -> None:
         _add(found.refused, Named(file, keyword.lineno, f"Accelerator({keyword.arg}=)", text.partition(": ")[2]))
     elif text:
         _add(found.remarks, Named(file, keyword.lineno, f"Accelerator({keyword.arg}=)", text))
-
-
-def lengths_over_all_ranks(tree: ast.Module, bound: Bindings) -> list[tuple[int, str]]:
-    """(line, `len(loader)`) for the loaders that are prepared later, by a script that prepares a schedule as well and
-    nowhere divides by the number of ranks. With split_batches both lengths are the same."""
-    nodes = list(ast.walk(tree))
-    divides = any(isinstance(node, ast.BinOp) and _divides_by_ranks(node) for node in nodes)
-    if divides or any(isinstance(node, ast.keyword) and node.arg == "split_batches" for node in nodes):
-        return []
-    scopes = [node for node in nodes if isinstance(node, (ast.Module, ast.FunctionDef))]
-    return sorted({found for scope in scopes for found in _lengths_before_prepare(list(_own_nodes(scope)), bound)})
-
-
-def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a scope without those of the functions in it."""
-    for node in ast.iter_child_nodes(scope):
-        yield node
-        if not isinstance(node, ast.FunctionDef):
-            yield from _own_nodes(node)
-
-
-def _lengths_before_prepare(nodes: list[ast.AST], bound: Bindings) -> Iterator[tuple[int, str]]:
-    prepared: dict[str, int] = {}
-    for node in nodes:
-        if isinstance(node, ast.Call) and _is_prepare(node.func, bound):
-            prepared.update({".".join(dotted(given)): node.lineno for given in node.args})
-    if not _schedules(nodes) & {*prepared}:
-        return
-    values = [*_of_schedules(nodes), *(node.value for node in nodes if isinstance(node, ast.Assign))]
-    for node in (each for value in values for each in ast.walk(value)):
-        if isinstance(node, ast.Call) and dotted(node.func) == ["len"] and node.args:
-            name = ".".join(dotted(node.args[0]))
-            if node.lineno < prepared.get(name, 0):
-                yield node.lineno, f"len({name})"
-
-
-def _is_prepare(node: ast.expr, bound: Bindings) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr == "prepare" and bound.is_accelerator(node.value)
-
-
-_OF_TORCH = ("LR", "CosineAnnealingWarmRestarts", "ReduceLROnPlateau")
-"""How the names of torch's schedules end that have no `sched` in them, imported without their module."""
-
-
-def _is_schedule(node: ast.expr) -> bool:
-    name = ".".join(dotted(node))
-    return "sched" in name.lower() or name.endswith(_OF_TORCH)
-
-
-def _schedules(nodes: Iterable[ast.AST]) -> set[str]:
-    """The names of schedules: by the name itself, or by the call that makes it."""
-    found = set[str]()
-    for node in nodes:
-        if isinstance(node, (ast.Name, ast.Attribute)):
-            found |= {name for name in _names([node]) if "sched" in name.lower()}
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _is_schedule(node.value.func):
-            found |= _names(node.targets)
-    return found
-
-
-def _names(nodes: Iterable[ast.expr]) -> set[str]:
-    return {".".join(dotted(node)) for node in nodes} - {""}
-
-
-def _of_schedules(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
-    """What is given to the functions and classes that make a schedule."""
-    for node in nodes:
-        if isinstance(node, ast.Call) and _is_schedule(node.func):
-            yield from node.args
-            yield from (keyword.value for keyword in node.keywords)
 
 
 def skips_by_hand(tree: ast.Module) -> list[int]:
@@ -252,8 +187,8 @@ def _is_before_resumed(test: ast.expr, counts: set[str]) -> bool:
     """Whether the test compares the count of a loop with a step whose name says that it is one to resume at."""
     compared = [node for node in ast.walk(test) if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Lt)]
     return any(
-        ".".join(dotted(node.left)) in counts
-        and any(word in ".".join(dotted(node.comparators[0])).lower() for word in ("resum", "skip", "start"))
+        name_of(node.left) in counts
+        and any(word in name_of(node.comparators[0]).lower() for word in ("resum", "skip", "start"))
         for node in compared
     )
 
@@ -277,57 +212,10 @@ def _needs_weights(method: ast.expr, bound: Bindings, source: rank_conditions.So
         case ast.Attribute(attr="save_state" | "save_model" | "get_state_dict", value=owner):
             return bound.is_accelerator(owner)
         case ast.Attribute(attr="save_pretrained", value=owner):
-            values = [owner, *source.values.get(".".join(dotted(owner)), [])]
+            values = [owner, *source.values.get(name_of(owner), [])]
             makers = [dotted(one.func) for one in values if isinstance(one, ast.Call)]
             return any("unwrap_model" in parts or "Pipeline" in "".join(parts) for parts in makers)
     return False
-
-
-def stretched_schedules(tree: ast.Module) -> list[int]:
-    """Lines in which the length of a schedule is multiplied by the number of ranks."""
-    nodes = list(ast.walk(tree))
-    given = list(_of_schedules(nodes))
-    assigned = (node.value for node in nodes if isinstance(node, ast.Assign) and _is_for_schedule(node))
-    factors = [one for value in [*given, *assigned] for one in _factors(value)]
-    # A function of the step divides it by the length.
-    factors += [one for function in _functions_in(given, nodes) for one in ast.walk(function)]
-    return sorted({one.lineno for one in factors if isinstance(one, ast.BinOp) and _multiplies_by_ranks(one)})
-
-
-def _functions_in(values: Iterable[ast.expr], nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """The lambdas in these expressions, and the functions of the file that they name."""
-    parts = [part for value in values for part in ast.walk(value)]
-    named = {part.id for part in parts if isinstance(part, ast.Name)}
-    yield from (part for part in parts if isinstance(part, ast.Lambda))
-    yield from (node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in named)
-
-
-def _factors(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of an expression without those of its divisors."""
-    yield node
-    divisor = node.right if isinstance(node, ast.BinOp) and isinstance(node.op, _DIVISIONS) else None
-    for child in ast.iter_child_nodes(node):
-        if child is not divisor:
-            yield from _factors(child)
-
-
-def _is_for_schedule(node: ast.Assign) -> bool:
-    """Whether its name is that of a schedule's number of steps, such as `lr_warmup_steps`."""
-    named = [".".join(dotted(target)) for target in node.targets]
-    words = ("warmup", "scheduler", "lr_")
-    return any("steps" in name and any(word in name for word in words) for name in named)
-
-
-def _multiplies_by_ranks(node: ast.BinOp) -> bool:
-    return isinstance(node.op, ast.Mult) and (_is_ranks(node.left) or _is_ranks(node.right))
-
-
-def _divides_by_ranks(node: ast.BinOp) -> bool:
-    return isinstance(node.op, _DIVISIONS) and any(map(_is_ranks, ast.walk(node.right)))
-
-
-def _is_ranks(node: ast.AST) -> bool:
-    return isinstance(node, (ast.Name, ast.Attribute)) and dotted(node)[-1:] in (["num_processes"], ["world_size"])
 
 
 def differences(found: Found, taken_back: Collection[str] = ()) -> list[str]:
@@ -348,8 +236,8 @@ def report(found: Found, taken_back: Collection[str] = ()) -> str:
     lines = [f"{one.place}: not valid Python for this interpreter ({one.text}); correct it." for one in found.unread]
     for title, group in (("not supported", found.refused), ("unknown", found.missing), ("remark", remarks)):
         lines += [f"{one.place}: {one.name}: {title}{': ' if one.text else ''}{one.text}." for one in group]
-    named = {one.name for one in found.stands_in}
     lines += differences(found, taken_back)
+    named = {one.name for one in found.stands_in}
     if not named and not lines:
         return "The script uses no name of accelerate. A launch reports at its end what the libraries use."
     summary = f"{counted(len(named), 'name')} of accelerate supported"
