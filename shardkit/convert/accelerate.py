@@ -2,6 +2,7 @@
 it."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -30,9 +31,21 @@ def from_accelerate(text: str, name: str) -> Conversion:
     layer = file_layer(text, name)
     written = dict(layer.entries)
     config, _ = validation.build(layer)
-    remarks = _what_accelerate_does(document.raw(root))
-    lines = [_line(key, node, layer, written, config, remarks, name) for key, node in _leaves(root, "")]
+    read = _Read(name, layer, written, config, _what_accelerate_does(document.raw(root)))
+    lines = [_line(key, node, read) for key, node in _leaves(root, "")]
     return Conversion(name, config, [*lines, *_other_problems(layer, lines)])
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What was read of a file: `written` before settings were derived from others; `remarks` of Accelerate's own, by
+    key."""
+
+    name: str
+    layer: Layer
+    written: Mapping[Path, SettingEntry]
+    config: Config
+    remarks: Mapping[str, str]
 
 
 def _leaves(block: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, yaml.Node]]:
@@ -45,26 +58,18 @@ def _leaves(block: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, yaml.No
             yield f"{prefix}{key}", key_node
 
 
-def _line(
-    key: str,
-    node: yaml.Node,
-    layer: Layer,
-    written: Mapping[Path, SettingEntry],
-    config: Config,
-    remarks: Mapping,
-    name: str,
-) -> Line:
-    remark = remarks.get(key, "")
-    problem = _said_about(key, node, layer.problems, name)
+def _line(key: str, node: yaml.Node, read: _Read) -> Line:
+    remark = read.remarks.get(key, "")
+    problem = _said_about(key, node, read.layer.problems, read.name)
     if problem:
         text = _joined(problem, remark or _unknown_remark(key, problem))
-        return Line(key, "refused", text, str(document.place_of(node, name)))
-    found = {path: entry for path, entry in written.items() if _stands_at(entry, node)}
-    note = _said_about(key, node, layer.notes, name)
+        return Line(key, "refused", text, str(document.place_of(node, read.name)))
+    found = {path: entry for path, entry in read.written.items() if _stands_at(entry, node)}
+    note = _said_about(key, node, read.layer.notes, read.name)
     if not found:
         return Line(key, "left out", note or _joined("sets nothing here", remark))
-    becomes = "; ".join(_as_written(path, config) for path in found)
-    same = all(_is_same(path, entry, key, config) for path, entry in found.items())
+    becomes = "; ".join(_as_written(path, read.config) for path in found)
+    same = all(_is_same(path, entry, key, read.config) for path, entry in found.items())
     return Line(key, "kept" if same else "changed", note or _joined(becomes, remark))
 
 
@@ -123,9 +128,8 @@ def _what_accelerate_does(data: Any) -> dict[str, str]:
     fsdp = data.get("fsdp_config")
     if isinstance(fsdp, Mapping):
         remarks |= {f"fsdp_config.{key}": text for key, text in _remarks_on_fsdp(fsdp)}
-    hosts = (
-        (data.get("mpirun_config") or {}).get("mpirun_hostfile") if isinstance(data.get("mpirun_config"), dict) else ""
-    )
+    mpirun = data.get("mpirun_config")
+    hosts = mpirun.get("mpirun_hostfile") if isinstance(mpirun, Mapping) else ""
     count = read_count(data.get("num_processes"))
     if str(data.get("distributed_type")).upper() == "MULTI_CPU" and not hosts and isinstance(count, int) and count > 1:
         remarks["num_processes"] = f"Accelerate starts one process, not {count}, unless mpirun is configured"

@@ -27,6 +27,7 @@ _TOLD_OTHERWISE = {
     ("fsdp", "min_num_params"),
     ("fsdp", "cpu_ram_efficient_loading"),
     ("fsdp", "transformer_layer_cls_to_wrap"),
+    ("fsdp", "ignored_modules"),
     ("shardkit", "compile"),
     ("shardkit", "offload_activations"),
     ("shardkit", "mesh", "replicate_size"),
@@ -107,7 +108,6 @@ def _mesh(config: Config) -> dict[str, Any]:
 
 def _lost(config: Config) -> list[str]:
     given = {(name,) for name in _SAME} | {("fsdp", name) for name in _SAME_IN_FSDP} | _TOLD_OTHERWISE
-    given |= {("fsdp", "ignored_modules")}
     if config.mode != "fsdp":
         given |= {path for path in all_keys() if path[0] == "fsdp"}
     lost = [
