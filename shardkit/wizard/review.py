@@ -225,10 +225,3 @@ def why_not_writable(path: Path) -> str:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         return f"{path}: cannot be written; {files.ELSEWHERE}."
     return ""
-
-
-def check_writable(path: Path) -> None:
-    """Raises ConfigError where a file cannot be written."""
-    problem = why_not_writable(path)
-    if problem:
-        raise ConfigError(problem)

@@ -19,7 +19,7 @@ from shardkit.wizard import commands, draft
 from shardkit.wizard.answers import from_config, to_config
 from shardkit.wizard.loop import Conversation, ask_all, read_model
 from shardkit.wizard.prompter import Back, Option, PlainPrompter, Prompt, Prompter
-from shardkit.wizard.review import Target, check_writable, content_of, review
+from shardkit.wizard.review import Target, content_of, review, why_not_writable
 from shardkit.wizard.situation import Situation
 from shardkit.wording import counted
 
@@ -70,8 +70,8 @@ class _Left(Exception):
 def converse(options: WizardOptions, prompter: Prompter, hardware: Hardware | None = None) -> int:
     """The whole session, with any prompter; for the detected hardware unless other hardware is given."""
     path = options.output or (files.user_path() if options.user else options.folder / "shardkit.yaml")
-    if not options.user:
-        check_writable(path)
+    if not options.user and (problem := why_not_writable(path)):
+        raise ConfigError(problem)
     try:
         session, target = _begin(options, prompter, path, hardware or detect())
         if not session.start.has_base:
