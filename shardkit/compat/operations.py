@@ -1,6 +1,8 @@
 """The functions of `accelerate.utils` for nested tensors and collectives, on shardkit's collectives."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import wraps
 from operator import attrgetter
 from pathlib import Path
@@ -275,25 +277,20 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     """Load a file of `save` or torch.save. Pickles are read with `weights_only=True` by default."""
     path = None if hasattr(f, "read") else Path(f)
     if path is not None and path.is_file():
-        try:
+        with suppress(Exception):  # of a file of another kind
             from safetensors.torch import load_file
 
             return load_file(path, device=str(map_location or "cpu"))
-        except Exception:  # not a safetensors file
-            pass
     try:
         return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
     except OSError:
         raise
     except Exception as error:  # torch's unpickler raises IndexError and others for what is no pickle
-        import json
-
-        try:
+        with suppress(ValueError):
             return json.loads("" if path is None else path.read_text())
-        except ValueError:
-            raise UsageError(
-                f"load: {f}: not a file of safetensors, JSON or torch.save (got {error}); give another file."
-            ) from error
+        raise UsageError(
+            f"load: {f}: not a file of safetensors, JSON or torch.save (got {error}); give another file."
+        ) from error
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -121,19 +121,18 @@ class FullyShardedDataParallelPlugin:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """In a run, a state dict type that is assigned takes effect, too; another value of a setting is refused."""
-        is_of_run = getattr(self, "on_state_dict_type", None) is not None
-        is_followed = name == "state_dict_type" and is_of_run
-        if is_of_run and name in _NAME_OF and not is_followed and self._differs(name, value):
+        follow = getattr(self, "on_state_dict_type", None)
+        if follow is not None and name == "state_dict_type":
+            value = _member(StateDictType, read_name(_name(value)), "state_dict_type: ")
+        elif follow is not None and name in _NAME_OF and self._differs(name, value):
             raise UsageError(
                 f"fsdp_plugin.{name}: is fixed when the Accelerator is made (got {value!r}, the run has "
                 f"{getattr(self, name)!r}); set fsdp_config.{_NAME_OF[name]} in shardkit.yaml, or give "
                 f"Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin({name}=...))."
             )
-        if is_followed:
-            value = _member(StateDictType, read_name(_name(value)), "state_dict_type: ")
         super().__setattr__(name, value)
-        if is_followed and self.on_state_dict_type is not None:
-            self.on_state_dict_type(value)
+        if follow is not None and name == "state_dict_type":
+            follow(value)
 
     def _differs(self, name: str, value: Any) -> bool:
         now = getattr(self, name)
