@@ -57,10 +57,7 @@ def bindings(tree: ast.Module) -> Bindings:
             _import_from(found, node, everything)
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                below = below_accelerate(alias.name)
-                if below is not None:
-                    found.modules[alias.asname or "accelerate"] = below if alias.asname else ""
-                    found.uses += _chain("", below.split(".") if below else [], node.lineno)
+                _import(found, alias, node.lineno)
     for node in everything:
         if isinstance(node, ast.Attribute) and (parts := dotted(node)) and parts[0] in found.modules:
             found.uses += _chain(found.modules[parts[0]], parts[1:], node.lineno)
@@ -88,6 +85,13 @@ def below_accelerate(module: str) -> str | None:
     return rest if first == "accelerate" else None
 
 
+def _import(found: Bindings, alias: ast.alias, line: int) -> None:
+    below = below_accelerate(alias.name)
+    if below is not None:
+        found.modules[alias.asname or "accelerate"] = below if alias.asname else ""
+        found.uses += _chain("", below.split(".") if below else [], line)
+
+
 def _import_from(found: Bindings, node: ast.ImportFrom, everything: list[ast.AST]) -> None:
     below = below_accelerate(node.module or "")
     if below is None:
@@ -95,11 +99,9 @@ def _import_from(found: Bindings, node: ast.ImportFrom, everything: list[ast.AST
     for alias in node.names:
         inner = f"{below}.{alias.name}" if below else alias.name
         if alias.name == "*":
-            for name, line in _taken_from(below, everything):
-                if name in found.imported:  # from another such import
-                    continue
-                found.imported[name] = (below, name)
-                found.uses.append((below, name, line))
+            new = {name: line for name, line in _taken_from(below, everything) if name not in found.imported}
+            found.imported |= {name: (below, name) for name in new}
+            found.uses += [(below, name, line) for name, line in new.items()]
         elif inner in names.modules() and alias.name not in names.places(below):
             found.modules[alias.asname or alias.name] = inner
         else:

@@ -122,33 +122,38 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
         self._logged_alone: set[str] = set()
         self._run.trackers.counts_for_objects = False
         self._run.mean_metric = self._mean_metric
-        state = AcceleratorState(_run=self._run)
-        state.parallelism_config = parallelism_config
-        compiles = DynamoBackend.INDUCTOR if self.config.shardkit.compile else DynamoBackend.NO
-        state.dynamo_plugin = dynamo_plugin or TorchDynamoPlugin(compiles)
-        self.state = state
+        self.state = self._new_state(dynamo_plugin)
         self._follow_objects(dataloader_config)
         self.gradient_state = GradientState(gradient_accumulation_plugin, _run=self._run)
         # Accelerate shows hooks no sharded model, so scripts remove what is there and rely on the checkpoint's copy.
         self._run.hooks.keep_models = self.is_fsdp2
-        if self.is_fsdp2 and "fsdp.state_dict_type" not in self._run.chosen:
+        if self.is_fsdp2:
+            self._choose_state_dict_type()
+
+    def _new_state(self, dynamo_plugin: TorchDynamoPlugin | None) -> AcceleratorState:
+        state = AcceleratorState(_run=self._run)
+        state.parallelism_config = self._parallelism_config
+        compiles = DynamoBackend.INDUCTOR if self.config.shardkit.compile else DynamoBackend.NO
+        state.dynamo_plugin = dynamo_plugin or TorchDynamoPlugin(compiles)
+        return state
+
+    def _choose_state_dict_type(self) -> None:
+        if "fsdp.state_dict_type" not in self._run.chosen:
             # Accelerate's default: the Trainer writes a model for from_pretrained only with FULL_STATE_DICT.
             self.state.fsdp_plugin.set_state_dict_type(StateDictType.FULL_STATE_DICT)
-        elif self.is_fsdp2 and "transformers.trainer" in sys.modules and self.is_main_process:
-            self._warn_of_models_that_are_not_written()
-
-    def __getattribute__(self, name: str) -> Any:
-        if TOUCHED.is_on:
-            note_member(name)
-        return super().__getattribute__(name)
-
-    def _warn_of_models_that_are_not_written(self) -> None:
-        if self.config.fsdp.state_dict_type == StateDictType.SHARDED_STATE_DICT:
+            return
+        is_sharded = self.config.fsdp.state_dict_type == StateDictType.SHARDED_STATE_DICT
+        if is_sharded and "transformers.trainer" in sys.modules and self.is_main_process:
             log.warning(
                 "fsdp_state_dict_type: with SHARDED_STATE_DICT the Trainer's save_model writes nothing; set "
                 "FULL_STATE_DICT, or export a checkpoint: "
                 "shardkit checkpoint merge checkpoint-500/pytorch_model_fsdp_0 -o export"
             )
+
+    def __getattribute__(self, name: str) -> Any:
+        if TOUCHED.is_on:
+            note_member(name)
+        return super().__getattribute__(name)
 
     # ---- what is prepared ----
 
