@@ -222,37 +222,31 @@ class Mlflow(_LazyTracker):
         """The run."""
         return self.tracker
 
+    @property
+    def _mlflow(self) -> Any:
+        """The package, whose functions log to the active run: that of this tracker, which is begun."""
+        _ = self.tracker
+        return import_module("mlflow")
+
     def log_figure(self, figure: Any, artifact_file: str, **arguments: Any) -> None:
         """A figure of matplotlib or plotly as a file of the run."""
-        import mlflow
-
-        _ = self.tracker
-        mlflow.log_figure(figure, artifact_file, **arguments)
+        self._mlflow.log_figure(figure, artifact_file, **arguments)
 
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
         """A file, copied into the run's files."""
-        import mlflow
-
-        _ = self.tracker
-        mlflow.log_artifact(local_path, artifact_path)
+        self._mlflow.log_artifact(local_path, artifact_path)
 
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
         """A folder's files, copied into the run's files."""
-        import mlflow
-
-        _ = self.tracker
-        mlflow.log_artifacts(local_dir, artifact_path)
+        self._mlflow.log_artifacts(local_dir, artifact_path)
 
     def log(self, values: dict[str, Any], step: int | None = None, **arguments: Any) -> None:
-        import mlflow
-
         numbers = {name: plain(value) for name, value in values.items()}
-        _ = self.tracker
         metrics = {name: value for name, value in numbers.items() if isinstance(value, (int, float))}
-        mlflow.log_metrics(metrics, step=step, **arguments)
+        self._mlflow.log_metrics(metrics, step=step, **arguments)
         for name, value in numbers.items():
             if isinstance(value, str):
-                mlflow.set_tag(name, value)
+                self._mlflow.set_tag(name, value)
 
     def _begin(self) -> Any:
         import mlflow
