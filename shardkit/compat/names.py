@@ -133,12 +133,13 @@ STANDS_IN: dict[str, dict[str, str]] = {
     },
     "utils.operations": {
         "shardkit.compat.operations": (
-            "CannotPadNestedTensorWarning TensorInformation broadcast broadcast_object_list concatenate "
+            "CannotPadNestedTensorWarning TensorInformation broadcast concatenate "
             "convert_outputs_to_fp32 convert_to_fp32 copy_tensor_to_devices find_batch_size find_device gather "
             "gather_object get_data_structure honor_type ignorant_find_batch_size initialize_tensors is_namedtuple "
             "is_tensor_information is_torch_tensor listify pad_across_processes pad_input_tensors recursively_apply "
             "reduce send_to_device slice_tensors"
         ),
+        "shardkit.distributed.collectives": "broadcast_object_list",
         "shardkit.errors": "DistributedOperationException:UsageError",
     },
     "utils.fsdp_utils": {
@@ -157,9 +158,10 @@ STANDS_IN: dict[str, dict[str, str]] = {
         "shardkit.compat.operations": (
             "clean_state_dict_for_safetensors extract_model_from_parallel get_module_children_bottom_up "
             "get_pretty_name has_compiled_regions is_compiled_module load merge_dicts model_has_dtensor "
-            "recursive_getattr save wait_for_everyone"
+            "recursive_getattr save"
         ),
         "shardkit.compat.machine": "check_os_kernel convert_bytes is_port_in_use",
+        "shardkit.distributed.collectives": "wait_for_everyone",
     },
     "utils.random": {
         "shardkit.distributed.seed": "set_seed",

@@ -15,7 +15,6 @@ from shardkit import env
 from shardkit.compat.differences import takes_back
 from shardkit.data.device import to_device
 from shardkit.distributed import collectives, nested
-from shardkit.distributed.collectives import wait_for_everyone  # noqa: F401  (used unchanged)
 from shardkit.distributed.tensors import every_parameter, is_dtensor, unwrapped
 from shardkit.errors import UsageError
 from shardkit.runtime.checkpoints import objects
@@ -40,11 +39,6 @@ def detached(data: Any) -> Any:
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """The tensors of rank `from_process`, on every rank. Collective."""
     return collectives.broadcast(tensor, from_process)
-
-
-def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """The list, filled in place with the objects of rank `from_process`. Collective."""
-    return collectives.broadcast_object_list(object_list, from_process)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:

@@ -67,13 +67,8 @@ def report(touched: Touched, limit: int | None = 12) -> str:
 
 
 def _lines(title: str, found: dict[str, set[str]], limit: int | None) -> list[str]:
-    if not found:
-        return []
-    by_user: dict[str, list[str]] = {}
-    for name, users in sorted(found.items()):
-        for user in sorted(users):
-            by_user.setdefault(user, []).append(name)
     lines = []
-    for user, names in sorted(by_user.items(), key=lambda item: (item[0] != "script", item[0])):
+    for user in sorted({user for users in found.values() for user in users}, key=lambda user: (user != "script", user)):
+        names = sorted(name for name, users in found.items() if user in users)
         lines.append(f"  {title}, by {user}: {first_few(names, len(names) if limit is None else limit)}")
     return lines

@@ -1,6 +1,6 @@
 """The part of `accelerate.test_utils` that scripts use: a small model and dataset, and checks of tensors."""
 
-import asyncio
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,12 +64,7 @@ class RegressionModel(nn.Module):
 
 def execute_subprocess_async(command: list[str], env: Any = None, **_: Any) -> int:
     """Run a command and return its exit code. Raises RuntimeError if it is not 0."""
-
-    async def run() -> int:
-        process = await asyncio.create_subprocess_exec(*command, env=env, stdout=sys.stdout, stderr=sys.stderr)
-        return await process.wait()
-
-    code = asyncio.run(run())
+    code = subprocess.run(command, env=env, stdout=sys.stdout, stderr=sys.stderr, check=False).returncode
     if code:
         raise RuntimeError(f"{' '.join(command)}: failed (got exit code {code}).")
     return code

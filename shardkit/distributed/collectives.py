@@ -137,12 +137,12 @@ def broadcast(data: Any, from_process: int = 0) -> Any:
     return map_tensors(lambda tensor: _broadcast_one(tensor, from_process), data)
 
 
-def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any]:
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """The list, filled in place with rank `from_process`'s items. Collective; pickles, as in `gather_object`."""
     _refuse_other_rank(from_process)
     if world_size() > 1:
-        dist.broadcast_object_list(objects, src=from_process)
-    return objects
+        dist.broadcast_object_list(object_list, src=from_process)
+    return object_list
 
 
 def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
