@@ -90,7 +90,7 @@ def _as_given(setting: str) -> Reading:
     return lambda value: ({tuple(setting.split(".")): value}, f"{setting}: {value}")
 
 
-def _left(text: str) -> Reading:
+def _not_a_setting(text: str) -> Reading:
     """Of a key that no setting here stands for."""
     return lambda value: ({}, text)
 
@@ -238,9 +238,9 @@ _READINGS: dict[str, Reading] = {
     "precision": _MIXED_PRECISION,
     "trainer.accumulate_grad_batches": _as_given("shardkit.gradient_accumulation_steps"),
     "trainer.devices": _devices,
-    "trainer.num_nodes": _left(_COUNTED),
-    "micro_batch_size": _left(_BATCHED),
-    "global_batch_size": _left(_BATCHED),
+    "trainer.num_nodes": _not_a_setting(_COUNTED),
+    "micro_batch_size": _not_a_setting(_BATCHED),
+    "global_batch_size": _not_a_setting(_BATCHED),
     "native_amp_init_scale": _as_given("shardkit.precision.init_scale"),
     "seed": _as_given("shardkit.seed"),
     **dict.fromkeys(_PARALLEL, _parallel),

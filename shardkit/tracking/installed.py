@@ -139,7 +139,7 @@ class _RunTracker(_LazyTracker):
         return self.tracker
 
     def log(self, values: dict[str, Any], step: int | None = None, **arguments: Any) -> None:
-        self.tracker.log({name: _or_itself(value) for name, value in values.items()}, step=step, **arguments)
+        self.tracker.log({name: _plain_or_object(value) for name, value in values.items()}, step=step, **arguments)
 
 
 class WeightsAndBiases(_RunTracker):
@@ -305,5 +305,5 @@ def _set_aside(folder: Path) -> None:
         file.rename(older / file.name)
 
 
-def _or_itself(value: Any) -> Any:
+def _plain_or_object(value: Any) -> Any:
     return plain(value) if callable(getattr(value, "item", None)) else value

@@ -100,7 +100,7 @@ class Trackers:
         self._refuse(wanted, place, arguments)
         if place is not None and self._is_main:
             _make(place)
-        self.active = [self._made(one, project, place, arguments) for one in wanted]
+        self.active = [self._created(one, project, place, arguments) for one in wanted]
         self._by_name = {tracker.name: tracker for tracker in self.active}
         for tracker in self.active:
             tracker.start()
@@ -169,7 +169,7 @@ class Trackers:
             for tracker in self.active:
                 tracker.rewind(step, names)
 
-    def _made(
+    def _created(
         self, one: str | Tracker, project: str, place: Path | None, arguments: Mapping[str, Mapping[str, Any]]
     ) -> Tracker:
         if isinstance(one, Tracker):

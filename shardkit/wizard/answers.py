@@ -107,19 +107,19 @@ def _with_answers(situation: Situation, kept: Set[str]) -> Config:
     data = situation.base.model_dump()
     for key in _CHANGED_BY_ANSWERS:
         if key not in kept:
-            _put(data, key, situation.answers.get(key, all_keys()[tuple(key.split("."))].default))
-    _put_place(data, situation)
+            _set(data, key, situation.answers.get(key, all_keys()[tuple(key.split("."))].default))
+    _set_place(data, situation)
     return Config.model_validate(data)
 
 
-def _put(data: dict[str, Any], key: str, value: Any) -> None:
+def _set(data: dict[str, Any], key: str, value: Any) -> None:
     *blocks, last = key.split(".")
     for block in blocks:
         data = data[block]
     data[last] = value
 
 
-def _put_place(data: dict[str, Any], s: Situation) -> None:
+def _set_place(data: dict[str, Any], s: Situation) -> None:
     """Sets device, number of machines and processes, and address."""
     data["num_machines"], data["num_processes"] = s.machines, s.world_size
     data["distributed_type"] = kind = _distributed_type(s)
@@ -127,10 +127,10 @@ def _put_place(data: dict[str, Any], s: Situation) -> None:
     data["use_cpu"] = s.on_cpu if says_device or kind is not s.base.distributed_type else s.base.use_cpu
     if kind in _DDP:
         data["fsdp"]["sharding_strategy"] = s.base.fsdp.sharding_strategy
-    _put_address(data, s)
+    _set_address(data, s)
 
 
-def _put_address(data: dict[str, Any], s: Situation) -> None:
+def _set_address(data: dict[str, Any], s: Situation) -> None:
     address, is_new = s.answers.get("address"), (s.machines > 1) is not (s.base.num_machines > 1)
     if address:
         data["main_process_ip"], data["main_process_port"] = split_address(address)

@@ -52,7 +52,7 @@ def ask_all(session: Conversation) -> None:
         question = _next(session, question)
     while question is not None:
         try:
-            _ask_and_follow(session, question, _at_default(session))
+            _ask_and_take_defaults(session, question, _at_default(session))
             trail.append(question)
             question = _next(session, question)
         except Back:
@@ -68,10 +68,10 @@ def ask_one(session: Conversation, key: str) -> None:
     try:
         question: Question | None = by_key(key)
         while question is not None:
-            _ask_and_follow(session, question, usual)
+            _ask_and_take_defaults(session, question, usual)
             known[question.key] = session.given[question.key]
             asked.add(question.key)
-            question = _changed(session, known)
+            question = _first_changed(session, known)
     except Back:
         session.given.clear()
         session.given.update(before)
@@ -81,11 +81,11 @@ def ask_one(session: Conversation, key: str) -> None:
         _say_what_followed(session, former, asked)
 
 
-def _ask_and_follow(session: Conversation, question: Question, usual: set[str]) -> None:
+def _ask_and_take_defaults(session: Conversation, question: Question, usual: set[str]) -> None:
     """Asks one question; then the others in `usual` get the default that they have with this answer. Raises Back."""
     ask(session, question)
     usual.discard(question.key)
-    _follow(session, usual)
+    _take_defaults(session, usual)
     session.on_answer(session.given)
 
 
@@ -145,7 +145,7 @@ def _at_default(session: Conversation) -> set[str]:
     }
 
 
-def _follow(session: Conversation, usual: set[str]) -> None:
+def _take_defaults(session: Conversation, usual: set[str]) -> None:
     """Sets these questions to their current default."""
     for question, situation in session.walk():
         if question.key in usual and question.applies(situation):
@@ -163,7 +163,7 @@ def _say_what_followed(session: Conversation, former: Mapping[str, Any], asked: 
             session.prompter.say(f"  {question.name} is now {shown(question, situation, value)}: {reason}")
 
 
-def _changed(session: Conversation, known: Mapping[str, Any]) -> Question | None:
+def _first_changed(session: Conversation, known: Mapping[str, Any]) -> Question | None:
     """The first question that was not asked before, or whose given answer is no longer possible."""
     for question, situation in session.walk():
         if question.key == "model" or not (question.applies(situation) and question.asked(situation)):
@@ -180,7 +180,7 @@ def ask(session: Conversation, question: Question) -> None:
     if question.key == "model":
         value, note = _ask_model(session, question, situation)
     else:
-        value = session.given[question.key] = _put(session, question, situation, "")
+        value = session.given[question.key] = _answer_to(session, question, situation, "")
         note = question.note(situation, value)
     session.prompter.say(f"  {question.name}: {shown(question, situation, value)}" + (f" ({note})" if note else ""))
     if question.key == "details" and value == "suggested":
@@ -190,7 +190,7 @@ def ask(session: Conversation, question: Question) -> None:
 def _ask_model(session: Conversation, question: Question, situation: Situation) -> tuple[str | None, str]:
     """(the answer, the description). A model that cannot be read is asked for again."""
     while True:
-        value = session.given[question.key] = _put(session, question, situation, session.model_problem)
+        value = session.given[question.key] = _answer_to(session, question, situation, session.model_problem)
         try:
             found = read_model(session)
             session.model_problem = ""
@@ -202,7 +202,7 @@ def _ask_model(session: Conversation, question: Question, situation: Situation) 
 def _forget_details(session: Conversation) -> None:
     """Sets the details that were given to their default."""
     details = {question.key for question in QUESTIONS if question.asked is conditions.each_detail}
-    _follow(session, {key for key in details if session.given.pop(key, ...) is not ...})
+    _take_defaults(session, {key for key in details if session.given.pop(key, ...) is not ...})
 
 
 def shown(question: Question, situation: Situation, value: Any) -> str:
@@ -212,7 +212,7 @@ def shown(question: Question, situation: Situation, value: Any) -> str:
     return show(value)
 
 
-def _put(session: Conversation, question: Question, situation: Situation, problem: str) -> Any:
+def _answer_to(session: Conversation, question: Question, situation: Situation, problem: str) -> Any:
     present = answer_of(question, situation, session.given)
     options = question.options(situation)
     enter = _enter(session, question, situation, present)
@@ -221,7 +221,7 @@ def _put(session: Conversation, question: Question, situation: Situation, proble
         return session.prompter.choose(prompt, options, present)
     if question.kind == "several" and options:
         return session.prompter.choose_many(replace(prompt, enter=""), options, present)
-    return _put_text(session.prompter, question, situation, prompt, present)
+    return _typed_answer(session.prompter, question, situation, prompt, present)
 
 
 def _enter(session: Conversation, question: Question, situation: Situation, present: Any) -> str:
@@ -237,7 +237,7 @@ def _enter(session: Conversation, question: Question, situation: Situation, pres
     )
 
 
-def _put_text(prompter: Prompter, question: Question, situation: Situation, prompt: Prompt, present: Any) -> Any:
+def _typed_answer(prompter: Prompter, question: Question, situation: Situation, prompt: Prompt, present: Any) -> Any:
     shown = typed(question, present)
     while True:
         answer = prompter.text(prompt, shown)
