@@ -145,20 +145,14 @@ def show(
     if other is not None:
         names = config_text.differing(loaded.config, other.config, names)
     if as_json:
-        data: dict[str, object] = config_text.data(loaded, names, origin)
-        if other is not None:
-            there = config_text.data(other, names, origin)
-            data = {name: {"here": data[name], "other": there[name]} for name in names}
-        print(json.dumps(to_jsonable_python(data), indent=2))
+        print(json.dumps(to_jsonable_python(config_text.data(loaded, names, origin, other)), indent=2))
         return 0
     if other is not None:
         lines = config_text.difference(loaded, other, names, origin)
     elif origin:
         lines = config_text.origins(loaded, names, everything=key is not None)
-    elif key is not None:
-        lines = config_text.values(loaded.config, names)
     else:
-        lines = dump(loaded.config, comments=False).splitlines()
+        lines = config_text.values(loaded.config, names) if key else dump(loaded.config, comments=False).splitlines()
     for line in lines:
         print(line)
     return 0

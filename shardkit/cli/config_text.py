@@ -34,7 +34,13 @@ def origins(loaded: "LoadedConfig", names: list[str], everything: bool) -> list[
     return [f"{name:<{widths[0]}}  {texts[name]:<{widths[1]}}  {loaded.origins[name]}" for name in shown]
 
 
-def data(loaded: "LoadedConfig", names: list[str], origin: bool) -> dict[str, object]:
+def data(
+    loaded: "LoadedConfig", names: list[str], origin: bool, other: "LoadedConfig | None" = None
+) -> dict[str, object]:
+    """The value of each of the settings, with `origin` where it comes from; given another file, in both."""
+    if other is not None:
+        here, there = data(loaded, names, origin), data(other, names, origin)
+        return {name: {"here": here[name], "other": there[name]} for name in names}
     values = {name: _value(loaded.config, name) for name in names}
     if not origin:
         return values

@@ -114,11 +114,14 @@ def problems(engine: Engine, name: str | None, flags: set[str], options: Mapping
     for flag in sorted(flags - engine.flags):
         able = ", ".join(one.name for one in ENGINES.values() if flag in one.flags)
         found.append(f"{flag}: is not supported by {engine.name} (only by {able}); remove it.")
-    for key, value in options.items() if engine.options is not None else ():
-        if key not in (engine.options or {}):
-            near = get_close_matches(key, engine.options or (), 1)
-            known = f"did you mean {near[0]}?" if near else f"it has {', '.join(engine.options or {}) or 'none'}."
-            found.append(f"--option: {engine.name} has no option with this name (got {key!r}); {known}")
-        elif not value:
-            found.append(f"--option {key}: has no value (got {key!r}); write {key}=VALUE.")
+    if engine.options is not None:
+        found += [text for one in options.items() if (text := _problem_of_option(engine.name, engine.options, *one))]
     return found
+
+
+def _problem_of_option(engine: str, known: Mapping[str, str], key: str, value: str) -> str | None:
+    if key not in known:
+        near = get_close_matches(key, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}."
+        return f"--option: {engine} has no option with this name (got {key!r}); {hint}"
+    return None if value else f"--option {key}: has no value (got {key!r}); write {key}=VALUE."
