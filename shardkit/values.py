@@ -223,20 +223,18 @@ ARRAY_TAGS = frozenset({"$array"})
 
 def has_new_tags(value: Any, tags: frozenset[str] = _NEW_TAGS) -> bool:
     """Whether an encoded value has tags that readers before format version 5 do not know, or other `tags`."""
-    if isinstance(value, list):
-        return any(has_new_tags(item, tags) for item in value)
-    return isinstance(value, dict) and (
-        not tags.isdisjoint(value) or any(has_new_tags(item, tags) for item in value.values())
-    )
+    return any(not tags.isdisjoint(one) for one in _dicts_in(value))
 
 
 def tensors_in(value: Any) -> Iterator[str]:
     """The names of all tensors in an encoded value."""
+    return (one["$tensor"] for one in _dicts_in(value) if set(one) == {"$tensor"})
+
+
+def _dicts_in(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+        value = list(value.values())
     if isinstance(value, list):
         for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        if set(value) == {"$tensor"}:
-            yield value["$tensor"]
-        else:
-            yield from tensors_in(list(value.values()))
+            yield from _dicts_in(item)
