@@ -10,7 +10,7 @@ depend on this package.
 names           names, the tables; modules, which looks them up; touched, what a run uses of them; startup, of a launch
 the class       facade; members, the table of its members; attributes, given, window
 other classes   states, plugins, mesh_sizes, handlers, kinds, constants, loaders, schedulers, trackers, local_sgd
-functions       operations, machine, memory, models, trainer_files, trials
+functions       operations, machine, memory, models, forward_hooks, trainer_files, trials
 differences     differences, with the switch for Accelerate's own behaviour
 a script read   migrate; scan, for names; schedule_lengths; one_rank, for calls of one rank; and for all of them
                 bindings, branches, rank_conditions

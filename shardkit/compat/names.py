@@ -63,15 +63,14 @@ STANDS_IN: dict[str, dict[str, str]] = {
     "optimizer": {"shardkit.runtime.optimizer": "AcceleratedOptimizer"},
     "scheduler": {"shardkit.compat.schedulers": "AcceleratedScheduler"},
     "big_modeling": {
-        "shardkit.compat.models": (
-            "init_empty_weights init_on_device load_checkpoint_in_model remove_hook_from_submodules"
-        ),
+        "shardkit.compat.models": "init_empty_weights init_on_device load_checkpoint_in_model",
+        "shardkit.compat.forward_hooks": "remove_hook_from_submodules",
     },
     "hooks": {
-        "shardkit.compat.models": (
-            "ModelHook SequentialHook add_hook_to_module remove_hook_from_module remove_hook_from_submodules "
-            "set_module_tensor_to_device named_module_tensors"
+        "shardkit.compat.forward_hooks": (
+            "ModelHook SequentialHook add_hook_to_module remove_hook_from_module remove_hook_from_submodules"
         ),
+        "shardkit.compat.models": "set_module_tensor_to_device named_module_tensors",
     },
     "test_utils": {
         "shardkit.compat.trials": (
