@@ -1,6 +1,7 @@
 """The supported names of `accelerate` with their places in shardkit, and the refused ones with what to use instead.
 
-Keys are modules below `accelerate`; "" is the package itself. A name in none of these tables does not exist.
+Keys are modules below `accelerate`; "" is the package itself. A name in none of these tables does not exist. It has the
+same place in all modules that have it.
 """
 
 from functools import cache
@@ -11,37 +12,10 @@ from shardkit.wording import alternatives
 
 # module of accelerate -> {our module: names}
 STANDS_IN: dict[str, dict[str, str]] = {
-    "": {
-        "shardkit.compat.facade": "Accelerator",
-        "shardkit.compat.states": "PartialState",
-        "shardkit.compat.kinds": "DistributedType DDPCommunicationHookType",
-        "shardkit.compat.handlers": (
-            "AutocastKwargs DistributedDataParallelKwargs GradScalerKwargs InitProcessGroupKwargs ProfileKwargs"
-        ),
-        "shardkit.compat.plugins": "DataLoaderConfiguration FullyShardedDataParallelPlugin",
-        "shardkit.compat.mesh_sizes": "ParallelismConfig",
-        "shardkit.compat.models": "init_empty_weights init_on_device load_checkpoint_in_model",
-        "shardkit.compat.loaders": "skip_first_batches",
-        "shardkit.compat.machine": "is_rich_available",
-        "shardkit.compat.operations": "synchronize_rng_states",
-        "shardkit.runtime.batch_size": "find_executable_batch_size",
-        "shardkit.runtime.notebook": "debug_launcher notebook_launcher",
-    },
-    "accelerator": {
-        "shardkit.compat.facade": "Accelerator",
-        "shardkit.compat.states": "AcceleratorState PartialState",
-        "shardkit.compat.window": "GradientState",
-        "shardkit.compat.kinds": "DistributedType DynamoBackend LoggerType PrecisionType RNGType",
-        "shardkit.compat.plugins": (
-            "DataLoaderConfiguration FullyShardedDataParallelPlugin GradientAccumulationPlugin TorchDynamoPlugin"
-        ),
-        "shardkit.compat.mesh_sizes": "ParallelismConfig",
-        "shardkit.runtime.project": "ProjectConfiguration",
-    },
+    "accelerator": {"shardkit.compat.facade": "Accelerator"},
     "state": {
         "shardkit.compat.states": "AcceleratorState PartialState is_initialized",
         "shardkit.compat.window": "GradientState",
-        "shardkit.compat.kinds": "DistributedType",
     },
     "logging": {"shardkit.runtime.logger": "MultiProcessAdapter:RankLogger get_logger"},
     "launchers": {"shardkit.runtime.notebook": "debug_launcher notebook_launcher"},
@@ -64,18 +38,10 @@ STANDS_IN: dict[str, dict[str, str]] = {
     "scheduler": {"shardkit.compat.schedulers": "AcceleratedScheduler"},
     "big_modeling": {
         "shardkit.compat.models": "init_empty_weights init_on_device load_checkpoint_in_model",
-        "shardkit.compat.forward_hooks": "remove_hook_from_submodules",
     },
     "hooks": {
         "shardkit.compat.forward_hooks": (
             "ModelHook SequentialHook add_hook_to_module remove_hook_from_module remove_hook_from_submodules"
-        ),
-        "shardkit.compat.models": "set_module_tensor_to_device named_module_tensors",
-    },
-    "test_utils": {
-        "shardkit.compat.trials": (
-            "RegressionDataset RegressionModel are_the_same_tensors assert_exception execute_subprocess_async "
-            "torch_device"
         ),
     },
     "test_utils.training": {
@@ -107,7 +73,6 @@ STANDS_IN: dict[str, dict[str, str]] = {
             "DataLoaderConfiguration FullyShardedDataParallelPlugin GradientAccumulationPlugin TorchDynamoPlugin "
             "get_module_class_from_name"
         ),
-        "shardkit.compat.operations": "TensorInformation",
         "shardkit.runtime.project": "ProjectConfiguration",
     },
     "utils.environment": {
@@ -124,8 +89,8 @@ STANDS_IN: dict[str, dict[str, str]] = {
         "shardkit.compat.models": (
             "calculate_maximum_sizes check_tied_parameters_in_config compute_module_sizes convert_file_size_to_int "
             "dtype_byte_size find_tied_parameters get_balanced_memory get_max_memory "
-            "get_mixed_precision_context_manager get_non_persistent_buffers id_tensor_storage load_checkpoint_in_model "
-            "load_state_dict named_module_tensors retie_parameters set_module_tensor_to_device"
+            "get_mixed_precision_context_manager get_non_persistent_buffers id_tensor_storage load_state_dict "
+            "named_module_tensors retie_parameters set_module_tensor_to_device"
         ),
         "shardkit.compat.operations": "is_peft_model",
         "shardkit.compat.trainer_files": "get_grad_scaler",
@@ -167,6 +132,30 @@ STANDS_IN: dict[str, dict[str, str]] = {
         "shardkit.compat.operations": "synchronize_rng_state synchronize_rng_states",
     },
     "utils.tqdm": {"shardkit.bars": "tqdm"},
+}
+
+# Modules of accelerate, and the names that they take from others.
+TAKEN: dict[str, str] = {
+    "": (
+        "Accelerator AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs "
+        "DistributedType FullyShardedDataParallelPlugin GradScalerKwargs InitProcessGroupKwargs ParallelismConfig "
+        "PartialState ProfileKwargs debug_launcher find_executable_batch_size init_empty_weights init_on_device "
+        "is_rich_available load_checkpoint_in_model notebook_launcher skip_first_batches synchronize_rng_states"
+    ),
+    "accelerator": (
+        "AcceleratorState DataLoaderConfiguration DistributedType DynamoBackend FullyShardedDataParallelPlugin "
+        "GradientAccumulationPlugin GradientState LoggerType ParallelismConfig PartialState PrecisionType "
+        "ProjectConfiguration RNGType TorchDynamoPlugin"
+    ),
+    "state": "DistributedType",
+    "big_modeling": "remove_hook_from_submodules",
+    "hooks": "named_module_tensors set_module_tensor_to_device",
+    "test_utils": (
+        "RegressionDataset RegressionModel are_the_same_tensors assert_exception execute_subprocess_async torch_device"
+    ),
+    "utils": "ParallelismConfig",
+    "utils.dataclasses": "TensorInformation",
+    "utils.modeling": "load_checkpoint_in_model",
 }
 
 _DISPATCH = (
@@ -289,24 +278,27 @@ REFUSED: dict[str, dict[str, str]] = {
         ),
     },
 }
-# Names of `accelerate.utils` that are in none of its submodules.
-_OF_UTILS = {"shardkit.compat.mesh_sizes": "ParallelismConfig"}
 
 
 @cache
 def modules() -> frozenset[str]:
     """All modules below `accelerate`, by dotted name; "" is the package."""
-    named = {"", "utils", *STANDS_IN, *REFUSED}
-    return frozenset(named)
+    return frozenset({*TAKEN, *STANDS_IN, *REFUSED})
 
 
 @cache
 def places(module: str) -> dict[str, tuple[str, str]]:
     """{name: (module of shardkit, name in it)}, for one module of accelerate."""
+    found = _read(STANDS_IN.get(module, {})) | {name: _everywhere()[name] for name in TAKEN.get(module, "").split()}
     if module == "utils":
         below = [one for one in STANDS_IN if one.startswith("utils.")]
-        return _read(_OF_UTILS) | {name: place for one in below for name, place in places(one).items()}
-    return _read(STANDS_IN.get(module, {}))
+        found |= {name: place for one in below for name, place in places(one).items()}
+    return found
+
+
+@cache
+def _everywhere() -> dict[str, tuple[str, str]]:
+    return {name: place for table in STANDS_IN.values() for name, place in _read(table).items()}
 
 
 def _read(table: dict[str, str]) -> dict[str, tuple[str, str]]:
