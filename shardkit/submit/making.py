@@ -77,8 +77,8 @@ def job_for(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, J
     loaded = problems.of(_resolved, asked.config, asked.settings)
     if loaded:
         problems.lines += _missing(loaded.config, loaded.origins, loaded.path) + _problem_of_resume(loaded)
-    load = _load(asked, loaded.config if loaded else None, problems)
     fields = _fields(asked, engine, loaded.config if loaded else None, problems)
+    load = _load(asked, loaded.config if loaded else None, problems)
     if engine is not None:
         problems.lines += engines.problems(engine, asked.name, asked.flags, fields.get("options", {}))
     if engine is None or loaded is None or not asked.command:
@@ -88,16 +88,6 @@ def job_for(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, J
     if problems.lines:
         return engine, job, []
     return engine, *_planned(asked.model, job, engine, loaded.path, load)
-
-
-def _load(asked: Asked, config: Config | None, problems: Problems) -> sizing.Load:
-    """What a plan is made for."""
-    return sizing.Load(
-        device=problems.of(_device, asked.device, config),
-        batch_size=problems.of(number_of_flag, "--batch-size", asked.batch_size),
-        seq_len=problems.of(number_of_flag, "--seq-len", asked.seq_len),
-        steps=problems.of(number_of_flag, "--steps", asked.steps),
-    )
 
 
 def _fields(asked: Asked, engine: Engine | None, config: Config | None, problems: Problems) -> dict[str, Any]:
@@ -117,6 +107,16 @@ def _fields(asked: Asked, engine: Engine | None, config: Config | None, problems
         "hosts": problems.of(reading.hosts, asked.hosts, ranks_of_each) if takes_hosts else None,
     }
     return {name: value for name, value in found.items() if value}
+
+
+def _load(asked: Asked, config: Config | None, problems: Problems) -> sizing.Load:
+    """What a plan is made for."""
+    return sizing.Load(
+        device=problems.of(_device, asked.device, config),
+        batch_size=problems.of(number_of_flag, "--batch-size", asked.batch_size),
+        seq_len=problems.of(number_of_flag, "--seq-len", asked.seq_len),
+        steps=problems.of(number_of_flag, "--steps", asked.steps),
+    )
 
 
 def _job(asked: Asked, engine: Engine, loaded: files.LoadedConfig, fields: dict[str, Any], load: sizing.Load) -> Job:
