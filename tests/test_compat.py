@@ -340,6 +340,14 @@ def test_parts_of_a_sampler_and_of_a_stream_are_those_of_accelerate():
     assert before.equal(torch.get_rng_state()), "the length draws no numbers"
 
 
+def test_a_sampler_without_its_first_batches_has_the_length_of_the_rest():
+    from shardkit.compat.data_loader import SkipBatchSampler  # ms-swift resumes with it
+
+    rest = SkipBatchSampler(BatchSampler(range(7), 2, False), skip_batches=1)
+    assert (list(rest), len(rest), rest.total_length) == ([[2, 3], [4, 5], [6]], 3, 4)
+    assert [list(rest), list(SkipBatchSampler(range(4), 3))] == [[[2, 3], [4, 5], [6]], [3]]
+
+
 def test_versions_are_compared_without_the_package_packaging(monkeypatch):
     monkeypatch.setitem(sys.modules, "packaging", None)
     monkeypatch.setitem(sys.modules, "packaging.version", None)

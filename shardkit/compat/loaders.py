@@ -1,6 +1,7 @@
 """The API of `accelerate.data_loader`: prepared loaders and samplers."""
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -121,6 +122,24 @@ def _refuse_parts(name: str, batch_size: int | None, ranks: int) -> None:
             f"{name}(split_batches=True): the batch size must be a multiple of the number of ranks (got {batch_size} "
             f"for {ranks}); change it, or leave split_batches out."
         )
+
+
+class SkipBatchSampler(BatchSampler):
+    """The batches of a batch sampler, or the indices of a sampler, without the first `skip_batches` ones."""
+
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+        self.batch_sampler, self.skip_batches = batch_sampler, skip_batches
+
+    @property
+    def total_length(self) -> int:
+        """The length with those that are skipped."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler) - self.skip_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.batch_sampler, self.skip_batches, None)
 
 
 class BatchSamplerShard(BatchSampler):

@@ -23,7 +23,7 @@ STANDS_IN: dict[str, dict[str, str]] = {
     "data_loader": {
         "shardkit.compat.loaders": (
             "BatchSamplerShard DataLoaderDispatcher DataLoaderShard IterableDatasetShard SeedableRandomSampler "
-            "get_sampler prepare_data_loader skip_first_batches"
+            "SkipBatchSampler get_sampler prepare_data_loader skip_first_batches"
         ),
         "shardkit.data.loader": "DataLoaderAdapter:PreparedLoader DataLoaderStateMixin:PreparedLoader",
     },
