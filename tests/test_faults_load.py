@@ -1,6 +1,7 @@
 """Checkpoints that were damaged, cut, swapped or forged: found before anything is applied, and named."""
 
 import json
+import logging
 import os
 import random
 import re
@@ -18,6 +19,7 @@ from shardkit.errors import CheckpointCorrupted, CheckpointError, CheckpointSave
 from shardkit.wording import counted
 from tests import checkpoints, forked
 from tests.checkpoints import fill, prepared, values_in
+from tests.ranks import log_lines
 
 
 def save_steps(root, kind, steps):
@@ -332,6 +334,21 @@ def test_auto_falls_back_and_counts_the_steps(copy, damaged, caplog):
             f"skipped step {step}" in line
             and f"resuming at step {good}, {counted(step - good, 'step is', 'steps are')} repeated" in line
         )
+
+
+def fallen_back(root):
+    with log_lines(level=logging.WARNING) as lines:
+        loaded = checkpoints.load_newest(prepared("fsdp"), root)
+    return loaded.checkpoint.manifest.step, [line for line in lines if "skipped step" in line]
+
+
+@pytest.mark.fault_row(12)
+def test_several_ranks_are_told_once_that_they_fall_back(ranks, copy):
+    root = copy()
+    damage(root / "step-00000003", "flip")
+    (step, told), other = ranks.run(2, fallen_back, root)
+    assert step == 2 and other == (2, [])
+    assert len(told) == 1 and "skipped step 3" in told[0] and "resuming at step 2, 1 step is repeated" in told[0]
 
 
 @pytest.mark.fault_row(12)

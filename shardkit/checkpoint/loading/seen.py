@@ -28,7 +28,7 @@ def candidates(root: Place, control: ControlGroup) -> Listed:
         raise CheckpointError(f"{attempt.failure}.")
     if not attempt.verdict and not isinstance(root, Url):
         _refuse_storage_of_one_machine(root, control)
-    return attempt.verdict
+    return [(step, name) for step, name in attempt.verdict]  # JSON has made lists of the pairs
 
 
 def without_deleted(path: Place, listed: Listed, left: Listed, control: ControlGroup) -> tuple[Listed, Listed]:
