@@ -363,6 +363,18 @@ def test_what_a_machine_lacks_for_its_ranks_is_told_on_the_others(tmp_path, fail
     assert f"launch: machine {failing} ({socket.gethostname()}): {text}" in other.text()
 
 
+@is_slow
+def test_a_log_folder_that_one_machine_cannot_write_is_told_on_the_others(tmp_path):
+    port, (first, second) = free_port(), (folder(tmp_path, number) for number in (0, 1))
+    (second / "taken").write_text("")
+    with running(first, *flags(port, 0, script("world"))) as other:
+        one = launch(second, *flags(port, 1, "--logs", "taken", script("world")))
+        assert (one.returncode, other.end()) == (4, 2), one.stderr + other.text()
+    text = "log folder taken is a file; give another one with --logs DIR.\n"
+    assert f"launch: {text}" in one.stderr
+    assert f"launch: machine 1 ({socket.gethostname()}): {text}" in other.text()
+
+
 def test_a_machine_whose_number_is_taken_ends_nothing():
     port = free_port()
     store = stores.hosted("127.0.0.1", port)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from shardkit import env, errors, open_files
 from shardkit.config import files
 from shardkit.errors import EXIT_PREEMPTED, HangError, MachineError, Preempted, RankFailure, ShardkitError
-from shardkit.launch import diagnosis, folders, hangs, names, rank_files, signals, start_methods
+from shardkit.launch import declining, diagnosis, folders, hangs, names, rank_files, signals, start_methods
 from shardkit.launch.diagnosis import RankOutcome
 from shardkit.launch.hangs import HangRow
 from shardkit.launch.monitor import CTRL_C_S, Monitor
@@ -102,37 +102,40 @@ def run(spec: LaunchSpec) -> Path:
 def around(spec: LaunchSpec) -> Iterator[tuple[Start, Path]]:
     """How to start ranks, and the log folder, made; says what runs and, where all went well inside, that it is done."""
     env.remove((env.get(names.SETTINGS) or "").split(","))  # of a launch that has this one in a rank
-    open_files.allow(
-        FILES_BESIDE + FILES_OF_A_RANK * spec.ranks_here + spec.world_size,
-        f"the launcher of {counted(spec.world_size, 'rank')} needs",
-    )
-    log_dir = folders.make_log_dir(spec.launch.log_dir)
-    # machines of an elastic run that have no number yet may share a folder
-    is_numbered = spec.launch.min_machines is None or spec.has_number
-    hold = folders.held(log_dir, spec.machine_rank) if is_numbered else contextlib.nullcontext()
-    words = native_words_in(log_dir / f"launcher{spec.machine_rank}.log", spec)
-    say(headline(spec, folders.short(log_dir)))
-    began_s = time.monotonic()
-    with start_methods.prepared(spec) as start, hold, words:  # forked ranks do not inherit what is open here
+    with contextlib.ExitStack() as stack:
+        with declining.telling_others(spec):
+            open_files.allow(
+                FILES_BESIDE + FILES_OF_A_RANK * spec.ranks_here + spec.world_size,
+                f"the launcher of {counted(spec.world_size, 'rank')} needs",
+            )
+            log_dir = folders.make_log_dir(spec.launch.log_dir)
+            say(headline(spec, folders.short(log_dir)))
+            began_s = time.monotonic()
+            start = stack.enter_context(start_methods.prepared(spec))  # first: forked ranks do not inherit what is open
+            # machines of an elastic run that have no number yet may share a folder
+            if spec.launch.min_machines is None or spec.has_number:
+                stack.enter_context(folders.held(log_dir, spec.machine_rank))
+            stack.enter_context(native_words_in(log_dir, spec))
         yield start, log_dir
         world = "" if spec.launch.min_machines else f"{counted(spec.world_size, 'rank')}, "
         say(f"done in {_duration(time.monotonic() - began_s)}, {world}exit 0")
 
 
 @contextlib.contextmanager
-def native_words_in(path: Path, spec: LaunchSpec) -> Iterator[None]:
+def native_words_in(log_dir: Path, spec: LaunchSpec) -> Iterator[None]:
     """With several machines: redirects what torch's C++ code prints in this process to a file. For a network fault it
-    prints a page, where one line of shardkit's names the machine."""
+    prints a page, where one line of shardkit's names the machine. Raises MachineError."""
     if spec.num_machines == 1:
         yield
         return
     found = sys.stderr
     found.flush()
-    screen = os.dup(2)
-    with (
-        open(path, "ab", opener=rank_files.private) as file,
-        open(screen, "w", buffering=1, errors="backslashreplace") as stream,
-    ):
+    with contextlib.ExitStack() as stack:
+        with folders.writable(log_dir):
+            path = log_dir / f"launcher{spec.machine_rank}.log"
+            file = stack.enter_context(open(path, "ab", opener=rank_files.private))
+        screen = os.dup(2)
+        stream = stack.enter_context(open(screen, "w", buffering=1, errors="backslashreplace"))
         os.dup2(file.fileno(), 2)
         sys.stderr = stream
         try:

@@ -1,10 +1,17 @@
 """A machine that fails its checks tells the others of its run, which would wait for it. Loads torch only for that."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardkit.config import files
 from shardkit.config.files import LoadedConfig
 from shardkit.config.schema import Config
+from shardkit.errors import MachineError
+
+if TYPE_CHECKING:
+    from shardkit.launch.spec import LaunchSpec
 
 
 def has_number(loaded: LoadedConfig) -> bool:
@@ -22,6 +29,18 @@ def tell_others(config: Config, reason: str) -> None:
     except Exception:  # it loads torch, which may be what this machine lacks
         return
     meeting.decline(config, reason)
+
+
+@contextlib.contextmanager
+def telling_others(spec: "LaunchSpec") -> Iterator[None]:
+    """A context in which what this machine lacks, before it meets the others, ends those that wait for it with its
+    text. Those of an elastic run wait for none in particular."""
+    try:
+        yield
+    except MachineError as error:
+        if spec.has_number and spec.launch.min_machines is None:
+            tell_others(spec.config, str(error).removeprefix("launch: "))
+        raise
 
 
 def with_address(path: Path | None, settings: dict[str, str]) -> LoadedConfig | None:
