@@ -4,12 +4,14 @@ import os
 import re
 import resource
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from shardkit.checkpoint import faults
 from shardkit.checkpoint.files import folder, manifest
+from shardkit.checkpoint.saving import additions, put
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from tests import checkpoints, forked
 from tests.checkpoints import fill, prepared, resumed_step, values_in
@@ -226,8 +228,6 @@ def save_apart(root):
     """Ranks on machines of their own, simulated by working folders of their own."""
     import torch.distributed as dist
 
-    from shardkit.checkpoint.saving import put
-
     put.SHARED_STORAGE_WAIT_S = 0.5
     mine = root / f"machine-{dist.get_rank()}"
     mine.mkdir()
@@ -245,6 +245,20 @@ def test_storage_that_is_not_shared_is_noticed(tmp_path):
     assert outcomes[0].value == outcomes[1].value
     assert "not shared by all ranks" in outcomes[0].value and "rank 1 (host " in outcomes[0].value
     assert not list((tmp_path / "machine-0").iterdir())
+
+
+@pytest.mark.fault_row(36)
+def test_a_new_folder_that_nfs_shows_after_a_minute_is_waited_for(tmp_path, monkeypatch):
+    """Its default acdirmax: so long a machine may take a folder for missing that it has looked for at the start."""
+    now_s = 0.0
+
+    def sleep(seconds):
+        nonlocal now_s
+        now_s += seconds
+
+    monkeypatch.setattr(put, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
+    monkeypatch.setattr(put, "os", SimpleNamespace(listdir=lambda path: [additions.PROBE] if now_s > 59 else []))
+    put.wait_until_seen(tmp_path)
 
 
 def load_apart(root):

@@ -27,8 +27,8 @@ from shardkit.storage.url import Place, Url
 
 Result = TypeVar("Result")
 
-# How long it may take until other machines see a new folder: the attribute cache of NFS (nfs(5), acdirmax).
-SHARED_STORAGE_WAIT_S = 30.0
+# How long a machine may not see a new folder that it has missed before: NFS's cache of folders (nfs(5), acdirmax).
+SHARED_STORAGE_WAIT_S = 60.0
 
 
 def wait_until_seen(temporary: Path) -> None:
