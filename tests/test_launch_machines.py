@@ -110,7 +110,10 @@ def test_of_several_addresses_of_a_name_the_one_that_answers_is_used(monkeypatch
     monkeypatch.setattr(stores, "CONNECT_S", 0.2)
     found = stores.reached("head", port, 5, print, "machine 1", "machine 0", "")
     assert (found.host, addresses.resolve("head")) == ("127.0.0.1", "192.0.2.1")
-    with pytest.raises(MachineError, match=r"at head:1 within 0 s \(192.0.2.1: [^;]+; 127.0.0.1: Connection refused\)"):
+    with pytest.raises(
+        MachineError,
+        match=r"at head:1 within 0 s \(192.0.2.1: [^;]+; 127.0.0.1: Connection refused, on this machine itself\)",
+    ):
         stores.reached("head", 1, 0, print, "machine 1", "machine 0", "")
     del store
 
@@ -264,7 +267,11 @@ SOON = ("--set", "shardkit.launch.meet_timeout_s=4")
             "waiting for machines, 1 of 2 are here (missing: 1), ",
             "launch: 1 of 2 machines came within 4 s (missing: 1)",
         ),
-        (1, "waiting for machine 0 at 127.0.0.1:{port} (Connection refused), ", "launch: machine 1 of 2 did not reach"),
+        (
+            1,
+            "waiting for machine 0 at 127.0.0.1:{port} (Connection refused, on this machine itself), ",
+            "launch: machine 1 of 2 did not reach",
+        ),
     ],
 )
 def test_a_machine_alone_says_whom_it_waits_for_and_gives_up(tmp_path, machine, waits, ends):

@@ -82,7 +82,9 @@ def reached(host: str, port: int, timeout_s: float, say: Say, who: str, whom: st
             found = addresses.answers(address, port, CONNECT_S)
             if found is None:
                 return connected(address, port, say)
-            problems.append(found if address == host else f"{address}: {found}")
+            where = "" if address == host else f"{address}: "
+            own = ", on this machine itself" if addresses.is_here(address) else ""
+            problems.append(f"{where}{found}{own}")
         problem = "; ".join(problems) or "its name cannot be resolved"
         if time.monotonic() > until:
             raise MachineError(
