@@ -156,6 +156,9 @@ def run_attempt(
         spec = replace(spec, config=files.overlaid(spec.config, {"shardkit.checkpoint.resume": resume}))
     attempt, error = attempted(spec, start, machines, log_dir, restarts.number)
     restarts.saw_checkpoint(attempt.committed_step)
+    for machine, number in attempt.stops.items():
+        if machine != machines.machine:
+            say(f"launch: {machines.name_of(machine)}: {diagnosis.signal_name(number)} there has stopped the run")
     if error is not None and not restarts.allows(error):
         raise restarts.final(error)
     return error
