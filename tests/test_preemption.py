@@ -5,6 +5,7 @@ import signal
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardkit import env
@@ -104,6 +105,24 @@ def compare_digests(digests: list[str]) -> str:
     except ConfigError as problem:
         return str(problem)
     return ""
+
+
+def compare_versions() -> str:
+    before, torch.__version__ = torch.__version__, f"2.{dist.get_rank()}.0"
+    try:
+        compare(Config(), control.start())
+    except ConfigError as problem:
+        return str(problem)
+    finally:
+        torch.__version__ = before
+    return ""
+
+
+def test_ranks_with_different_versions_all_refuse(ranks):
+    one, other = ranks.run(2, compare_versions)
+    given = "shardkit: 0.1.0 with torch 2.0.0 on rank 0, 0.1.0 with torch 2.1.0 on rank 1"
+    assert one == f"Accelerator: ranks have different versions (got {given}); install the same on every machine."
+    assert other == one
 
 
 @pytest.mark.fault_row(37)

@@ -1,8 +1,10 @@
-"""Checks before the first step that all ranks have the same configuration."""
+"""Checks before the first step that all ranks have the same configuration, and the same versions."""
 
 from typing import Any
 
-from shardkit import env
+import torch
+
+from shardkit import __version__, env
 from shardkit.config import files
 from shardkit.config.schema import Config
 from shardkit.distributed.control import ControlGroup
@@ -12,9 +14,17 @@ from shardkit.wording import ranks_text
 
 
 def compare(config: Config, control: ControlGroup) -> None:
-    """Raises ConfigError on all ranks, with the keys that differ, where ranks run or were launched with different
-    configurations. Values that may differ between machines (see `files.shared_values`) are not compared. Collective."""
-    launched, run = control.decide([env.get(names.CONFIG_DIGEST), files.digest(config)], _equal_columns)
+    """Raises ConfigError on all ranks, with what differs, where ranks run or were launched with different
+    configurations, or have other versions of shardkit and torch, as machines under torchrun may. Values that may
+    differ between machines (see `files.shared_values`) are not compared. Collective."""
+    versions = f"{__version__} with torch {torch.__version__}"
+    mine = [env.get(names.CONFIG_DIGEST), files.digest(config), versions]
+    launched, run, installed = control.decide(mine, _equal_columns)
+    if not installed:
+        different = control.decide({"shardkit": versions}, _differences)
+        raise ConfigError(
+            f"Accelerator: ranks have different versions (got {different}); install the same on every machine."
+        )
     if launched and run:
         return
     path = env.resolved_config_path()
