@@ -48,6 +48,11 @@ def names_in(root):
     return sorted(objects.below(root))
 
 
+def test_a_store_that_ranks_do_not_share_is_told_with_what_to_do(root):
+    with pytest.raises(CheckpointError, match=r"not shared by all ranks: .*; give all machines the same endpoint and"):
+        in_store.wait_until_marked(root / "step-00000001", "0" * 32, wait_s=0.0)
+
+
 # ---- several ranks ----
 
 

@@ -172,7 +172,8 @@ def wait_until_marked(final: Url, save_id: str, wait_s: float) -> None:
     while objects.look(mark) is None:
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{final.parent} is not shared by all ranks: rank 0 wrote an object that this rank does not see"
+                f"{final.parent} is not shared by all ranks: rank 0 wrote an object that this rank does not see; "
+                "give all machines the same endpoint and credentials"
             )
         time.sleep(0.2)
 

@@ -29,6 +29,8 @@ Result = TypeVar("Result")
 
 # How long a machine may not see a new folder that it has missed before: NFS's cache of folders (nfs(5), acdirmax).
 SHARED_STORAGE_WAIT_S = 60.0
+# The same of an object in a store, which shows it at once.
+SHARED_STORE_WAIT_S = 30.0
 
 
 def wait_until_seen(temporary: Path) -> None:
@@ -53,7 +55,7 @@ def write_all(prepared: PreparedSave, control: ControlGroup) -> dict[str, list[A
         raise prepared.trouble
     temporary, request = prepared.temporary, prepared.request
     if isinstance(request.final, Url):
-        in_store.wait_until_marked(request.final, request.save_id, SHARED_STORAGE_WAIT_S)
+        in_store.wait_until_marked(request.final, request.save_id, SHARED_STORE_WAIT_S)
         written = put_all(prepared, control, _Store(control.rank))
     else:
         assert isinstance(temporary, Path)
