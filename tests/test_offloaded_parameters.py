@@ -20,13 +20,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit import Accelerator
-from shardkit.distributed import tensors
+from shardkit.distributed import accelerators, tensors
 from shardkit.distributed.tensors import local_part, sharded_like, whole
 from shardkit.optim import clip, rebind, whole_step
 from shardkit.optim.stepping import stepper_of
 from shardkit.sharding import offloaded_gradients, parallelize
 from shardkit.sharding.fsdp import internals, shard_model
-from shardkit.sharding.tensors import pickled_parts
+from shardkit.sharding.tensors import behaviours, pickled_parts
 from shardkit.sharding.tensors.sharded_parameter import ShardedParameter
 from tests import loops
 from tests.loops.run import numbers
@@ -343,3 +343,35 @@ def test_whole_tensors_are_gathered_in_host_memory_where_gpus_meet_through_gloo(
     mesh = DeviceMesh("cuda", [0], mesh_dim_names=("shard",))
     assert not tensors.gathers_in_host_memory(mesh)  # through another backend
     assert not tensors.gathers_in_host_memory(SimpleNamespace(device_type="cpu"))
+
+
+def test_the_scaler_of_a_script_waits_for_its_scale_in_host_memory(offload, monkeypatch):
+    """torch copies it there, and does not wait: it arrives at the end of the stream's work."""
+    behaviours.install()
+    net = offload(model())
+    give_gradients(net, 1)
+    gradients = [parameter.grad for parameter in net.parameters()]
+    expected = [local_part(gradient) / 2 for gradient in gradients]
+    inverse, has_overflowed = torch.tensor(torch.nan), torch.tensor(1.0)
+    monkeypatch.setattr(accelerators, "finish_stream", lambda: (inverse.fill_(0.5), has_overflowed.zero_()))
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, has_overflowed, inverse)
+    assert all(map(torch.equal, map(local_part, gradients), expected)) and not has_overflowed
+
+
+class OnDevice(torch.Tensor):
+    """A number on a device: a copy that is waited for has its value."""
+
+    def to(self, device: str, non_blocking: bool = False) -> torch.Tensor:
+        return torch.zeros(()) if not non_blocking else self
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_fused_kernels_find_a_scale_of_the_script_in_host_memory(offload, kind):
+    net = offload(model())
+    optimizer = kind(net.parameters(), lr=0.1, fused=True)
+    before = parts(net)
+    give_gradients(net, 1)
+    has_overflowed = optimizer.found_inf = torch.ones(()).as_subclass(OnDevice)
+    stepper_of(optimizer).step()
+    assert optimizer.found_inf is has_overflowed
+    assert not any(map(torch.equal, parts(net), before))

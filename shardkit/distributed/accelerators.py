@@ -63,6 +63,11 @@ def finish() -> None:
         torch.accelerator.synchronize()
 
 
+def finish_stream() -> None:
+    """Waits for what this process has begun on its current stream, such as copies to host memory."""
+    torch.accelerator.current_stream().synchronize()
+
+
 def is_lost_after_fork() -> bool:
     """For a forked process: whether it cannot use the accelerator, since the process it was forked from has initialized
     it, or has only asked the driver (torch.cuda.is_available)."""

@@ -21,7 +21,7 @@ from shardkit.distributed.tensors import is_dtensor, local_part, memory_of, shar
 from shardkit.optim import host_state
 from shardkit.optim.kernels import kind_of, laid_out_as, lay_out_gradient, parameters_of
 from shardkit.optim.parts import has_shape_of, is_row, like_parameter, make_gradient_plain, part_of_whole
-from shardkit.optim.step_hooks import step_between_hooks, step_in_chunks, with_parameters
+from shardkit.optim.step_hooks import step_between_hooks, step_in_chunks, with_parameters, with_scale_beside
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -81,7 +81,7 @@ class LocalStep:
         self._take_state(optimizer)
         try:
             vars(optimizer)["state"], self._is_ahead = self._local, True
-            with with_parameters(optimizer, parts):
+            with with_parameters(optimizer, parts), with_scale_beside(optimizer, parts):
                 yield
         finally:
             del vars(optimizer)["state"]

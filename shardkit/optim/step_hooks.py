@@ -25,6 +25,21 @@ def with_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[list[
             group["params"] = own
 
 
+@contextmanager
+def with_scale_beside(optimizer: torch.optim.Optimizer, parameters: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:
+    """Inside, the loss scale that a script's GradScaler has given the fused kernels is in host memory if parameters
+    are. torch's own copy does not wait for its end, so that the kernels could read what was there before."""
+    found = {name: vars(optimizer)[name] for name in ("grad_scale", "found_inf") if name in vars(optimizer)}
+    if found and any(parameter.is_cpu for group in parameters for parameter in group):
+        for name, value in found.items():
+            setattr(optimizer, name, value.to("cpu") if isinstance(value, torch.Tensor) else value)
+    try:
+        yield
+    finally:
+        for name, value in found.items():
+            setattr(optimizer, name, value)
+
+
 def step_between_hooks(
     optimizer: torch.optim.Optimizer,
     inside: Callable[[], AbstractContextManager[None]],

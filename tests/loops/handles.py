@@ -102,11 +102,8 @@ def parameters_from_before_added_later(run: Run) -> None:
     train(run, model, optimizer, 10)
 
 
-@loop()
-def a_scaler_of_the_script(run: Run) -> None:
-    """torch's GradScaler by hand: a fused kernel gets the scale by attributes of the optimizer."""
-    model = Net()
-    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
+def scaled_by_hand(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """torch's GradScaler: a fused kernel gets the scale by attributes of the optimizer."""
     scaler = torch.amp.GradScaler(run.device.type, init_scale=1024.0)
     for step in range(run.steps):
         optimizer.zero_grad()
@@ -116,6 +113,18 @@ def a_scaler_of_the_script(run: Run) -> None:
         scaler.update()
         run.see_mean(loss)
         run.seen.append(scaler.get_scale())
+
+
+@loop()
+def a_scaler_of_the_script(run: Run) -> None:
+    model = Net()
+    scaled_by_hand(run, *run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True)))
+
+
+@loop()
+def a_scaler_of_the_script_with_adam(run: Run) -> None:
+    model = Net()
+    scaled_by_hand(run, *run.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3, fused=True)))
 
 
 @loop(refused=dict.fromkeys(SHARDED, "model.to: a sharded model keeps its dtype"), refused_alone=True)

@@ -3,7 +3,8 @@
 all of it           behaviours
 a parameter         sharded_parameter, assigned_data, pickled_parts
 operators           dtensor_operators; by what differs: composite_operators, copied_parts, fused_steps, in_place,
-                    numbers_of_tensors, random_values, reductions, reshaped, torch_collectives, whole_operators
+                    numbers_of_tensors, random_values, reductions, reshaped, script_scales, torch_collectives,
+                    whole_operators
 beside plain ones   plain_operands, products, into_plain
 optimizers          settled: what those of other libraries do
 """

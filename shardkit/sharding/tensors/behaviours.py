@@ -13,13 +13,14 @@ from shardkit.sharding.tensors import (
     random_values,
     reductions,
     reshaped,
+    script_scales,
     torch_collectives,
     whole_operators,
 )
 
 _BEHAVIOURS = (
     random_values, numbers_of_tensors, in_place, assigned_data, reductions, copied_parts, reshaped, pickled_parts,
-    composite_operators, fused_steps, plain_operands, products, torch_collectives, whole_operators,
+    composite_operators, fused_steps, plain_operands, products, script_scales, torch_collectives, whole_operators,
 )  # fmt: skip
 
 
