@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from shardkit import Accelerator
+from shardkit import Accelerator, env
 from shardkit.compat.machine import get_current_device_type
 from shardkit.compat.operations import synchronize_rng_state
 from shardkit.config import hardware
@@ -147,18 +147,22 @@ def test_a_batch_in_pinned_memory_is_copied_asynchronously_whatever_its_class(mo
     assert to_device(batch, device).asked
 
 
-def with_one_device_each(devices: list[str]) -> str:
-    """The device of each rank, or the error, where each sees one of these, as its only one."""
+def with_one_device_each(devices: list[str], variable: str | None = None) -> str:
+    """The device of each rank, or the error, where each sees one of these, as its only one; it tells no number where it
+    is chosen by a variable."""
     found = {name: getattr(accelerators, name) for name in ("kind", "count", "take", "identity")}
     accelerators.kind, accelerators.count = lambda: "cuda", lambda: 1
     accelerators.take = lambda index: torch.device("cuda", index)
-    accelerators.identity = lambda device: devices[torch.distributed.get_rank()]
+    own = devices[torch.distributed.get_rank()]
+    accelerators.identity = lambda device: "" if variable else own
     try:
+        env.update({variable: own} if variable else {})
         return str(process.start(Config(num_processes=2)).device)
     except MachineError as error:
         return str(error)
     finally:
         vars(accelerators).update(found)
+        env.remove([variable] if variable else [])
 
 
 def test_a_scheduler_may_show_each_rank_a_device_of_its_own(ranks):
@@ -166,6 +170,12 @@ def test_a_scheduler_may_show_each_rank_a_device_of_its_own(ranks):
     assert ranks.run(2, with_one_device_each, ["GPU-1", "GPU-2"]) == ["cuda:0"] * 2
     refusals = ranks.run(2, with_one_device_each, ["GPU-1", "GPU-1"])
     assert all("rank 1: this machine: no GPU for local rank 1 (got 1 available)" in text for text in refusals)
+
+
+@pytest.mark.parametrize("variable", ["ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"])
+def test_a_wrapper_may_show_each_rank_a_device_that_tells_no_number(ranks, variable):
+    assert ranks.run(2, with_one_device_each, ["0", "1"], variable) == ["cuda:0"] * 2
+    assert all("no GPU for local rank 1" in text for text in ranks.run(2, with_one_device_each, ["0", "0"], variable))
 
 
 def test_the_backend_is_the_devices_own_beside_gloo_for_the_cpu(fake):

@@ -31,6 +31,8 @@ log = get_logger(__name__)
 
 # Process groups over all ranks in a run: the default one, one over replicas and shards, one for async saves.
 GROUPS_OF_ALL = 3
+# Ends of names of variables by which a driver shows a process some devices: ROCR_VISIBLE_DEVICES, ZE_AFFINITY_MASK.
+SHOWING = ("VISIBLE_DEVICES", "AFFINITY_MASK", "VISIBLE_MODULES")
 # Other open files of a process: data files, workers' pipes, libraries, devices.
 FILES_BESIDE = 256
 
@@ -340,7 +342,8 @@ def _identity(ranks: env.Ranks, device: torch.device) -> str | None:
     """The only device that this rank of several on its machine sees; None where it needs no comparison."""
     if device.type in ("cpu", "xla") or ranks.local_world_size == 1 or accelerators.count() != 1:
         return None
-    return f"{socket.gethostname()} {env.get('CUDA_VISIBLE_DEVICES')} {accelerators.identity(device)}"
+    shown = {name: value for name, value in sorted(env.copy().items()) if name.endswith(SHOWING)}
+    return f"{socket.gethostname()} {shown} {accelerators.identity(device)}"
 
 
 def _shared_device(ranks: env.Ranks, identities: Sequence[str | None], rank: int) -> str | None:
