@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from shardkit import Accelerator
@@ -196,3 +197,29 @@ def test_a_window_stays_one_where_ddp_begins_anew(ranks):
     first, second = ranks.run(2, begins_anew_in_a_window)
     assert first[2:] == second[2:] == [(1 + 10 + 100) / 2, 1000 / 2]
     assert first[0] != second[0]  # not exchanged within the window
+
+
+class WithoutInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.ones(3))
+
+    def forward(self, factor: float = 1.0) -> torch.Tensor:
+        return factor * self.values.sum()
+
+
+def with_a_device() -> list[float]:
+    """The means of the gradients. On a device torch's DDP moves what is put in, here to the CPU."""
+    accelerator = Accelerator(config={"distributed_type": "MULTI_CPU", "use_cpu": True})
+    model: Any = accelerator.prepare(WithoutInputs())
+    model.device_ids, found = [0], []
+    for output in (lambda: model(), lambda: model(2.0), lambda: model(factor=3.0)):
+        model.zero_grad()
+        (output() * (1 + accelerator.process_index)).backward()
+        found.append(float(model.module.values.grad[0]))
+    assert model.device_ids == [0]
+    return found
+
+
+def test_a_forward_without_inputs_on_a_device(ranks):
+    assert ranks.run(2, with_a_device) == [[1.5, 3.0, 4.5]] * 2

@@ -65,9 +65,12 @@ def test_plain_operands_on_two_devices_are_those_of_one_process(tmp_path):
             assert torch.allclose(torch.tensor(found[name]), torch.tensor(expected), atol=3e-5), name
 
 
-@pytest.mark.parametrize("name", ["with_muon", "rows_and_elements_one_by_one"])
+@pytest.mark.parametrize(
+    "name", ["with_muon", "rows_and_elements_one_by_one", "a_scaler_of_the_script", "a_scaler_of_the_script_with_adam"]
+)
 def test_loops_on_two_devices_are_plain_torch(tmp_path, name):
-    """Muon divides its work between them; a backward of rows of offloaded weights meets the other ranks on the CPU."""
+    """Muon divides its work between them; a backward of rows of offloaded weights meets the other ranks on the CPU; a
+    scaler's numbers are copied to host memory, where the gradients of offloaded weights are."""
     launch(tmp_path, "loops_on_device.py", DEVICE, name, "1", tmp_path / "problems")
     assert json.loads((tmp_path / "problems").read_text()) == {}
 

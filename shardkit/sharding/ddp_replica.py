@@ -241,6 +241,15 @@ class Replica(DistributedDataParallel):
         self._settings["gradient_as_bucket_view"] = False
         return True
 
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if inputs or kwargs:
+            return super()._pre_forward(*inputs, **kwargs)
+        found, self.device_ids = self.device_ids, None  # torch moves what is put in to the first, and fails on nothing
+        try:
+            return super()._pre_forward()
+        finally:
+            self.device_ids = found
+
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         if self.modules_buffers:  # torch raises an internal error if the model had buffers and has none any more
             super()._sync_module_buffers(authoritative_rank)
