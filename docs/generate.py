@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from docs.public_names import public_names_page
 from shardkit.compat.reference import migration_page
 from shardkit.config.reference import configuration_page
 from shardkit.config.schema import Config, FsdpConfig
@@ -29,6 +30,7 @@ def picture() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration_page,
     "questions.md": questions_page,
+    "accelerator.md": public_names_page,
     "../migrating-from-accelerate.md": partial(migration_page, SCRIPT),
     "../pictures/plan.svg": picture,
 }

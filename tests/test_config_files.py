@@ -311,6 +311,10 @@ def test_the_names_known_in_a_block_are_listed_once(tmp_path):
         ),
         ("lr: 0.1\n", "shardkit.yaml:1:1: lr: unknown key; it belongs in your training script"),
         (
+            "zero_optimization: {stage: 2}\n",
+            "zero_optimization: unknown key; it is DeepSpeed's. DeepSpeed is not run here; use fsdp_config (ZeRO 2 is",
+        ),
+        (
             "megatron_amp_O2: no\n",
             "unknown key; it is NeMo's; convert the file with: shardkit config convert shardkit.yaml",
         ),

@@ -143,6 +143,7 @@ def test_addresses_and_settings():
         ("--main_process_port 0 t.py", "--set main_process_port=0 t.py"),
         ("--set a_b=1 --max_restarts 3 -- t.py -x", "--set a_b=1 --restarts 3 -- t.py -x"),
         ("--num_processes", "--num-processes"),
+        ("--deepspeed c.json t.py", '--set deepspeed_config={"deepspeed": "c.json"} t.py'),
         ("--dynamo_backend=no t.py", '--set dynamo_config={"dynamo_backend": "no"} --set shardkit.compile=false t.py'),
         (
             "--zero_stage 2 -q --use_deepspeed --zero3_init_flag=false t.py",

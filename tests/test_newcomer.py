@@ -457,6 +457,8 @@ def test_8_every_shell_gets_a_script(capsys):
         ["checkpoint"],
         ["env"],
         ["doctor"],
+        ["migrate"],
+        ["completion"],
     ]
     + [["checkpoint", name] for name in ("list", "inspect", "verify", "diff", "merge", "prune", "convert")],
     ids=" ".join,
@@ -467,7 +469,13 @@ def test_8_h_is_help_everywhere_and_never_boxed(words, capsys):
     assert run([*words, "--help"]) == 0
     assert capsys.readouterr().out == short
     assert "Usage" in short or "VERB" in short
-    assert not set(short) & set("╭╮╰╯│─")
+    assert not set(short) & set("╭╮╰╯│─<>")
+
+
+def test_8_help_names_the_templates(capsys):
+    assert run(["config", "-h"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in templates.names())
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_a_run_that_ends_after_its_newest_checkpoint_says_so(tmp_path, capsys, s
         if step in (1, saved_at) and saved_at:
             accelerator.save_state(blocking=False)
     accelerator.end_training()
-    told = "the run ends at step 3, but its newest checkpoint is of step 2" in capsys.readouterr().err
+    told = "the run ends at step 3, but the newest checkpoint for --resume auto is of step 2" in capsys.readouterr().err
     assert told == is_told
 
 
@@ -186,7 +186,7 @@ def test_a_resumed_run_that_saves_nothing_new_says_so(tmp_path, capsys, steps):
         if not is_resumed:
             accelerator.save_state()
         accelerator.end_training()
-    told = "the run ends at step 3, but its newest checkpoint is of step 1" in capsys.readouterr().err
+    told = "the run ends at step 3, but the newest checkpoint for --resume auto is of step 1" in capsys.readouterr().err
     assert told == (steps == 3)
 
 

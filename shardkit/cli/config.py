@@ -25,7 +25,12 @@ def config(
         Path | None, typer.Option("--from", help="Start from a file of shardkit, Accelerate or NeMo.", **options.PATH)
     ] = None,
     template: Annotated[
-        str | None, typer.Option("--template", metavar="NAME", help="Start from a template, by name or path.")
+        str | None,
+        typer.Option(
+            "--template",
+            metavar="NAME",
+            help="Start from a template: cpu, ddp, fsdp, fsdp-hybrid, multi-node, slurm, tpu, or the path of one.",
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file to write; default: ./shardkit.yaml.", **options.PATH)
@@ -42,7 +47,7 @@ def config(
         typer.Option("--model", metavar="MODEL", help="module:function, config.json, .safetensors, or llama-3.1-8b."),
     ] = None,
 ) -> int:
-    """Create a shardkit.yaml by answering a few questions; with --defaults, --set, --template or --from from flags."""
+    """Create a shardkit.yaml by answering a few questions; from flags with --defaults, --set, --template or --from."""
     if context.invoked_subcommand is not None:
         return 0
     from shardkit.cli import configuring

@@ -144,6 +144,7 @@ def _call(verb: str, arguments: list[str]) -> int:
     # typer brings its own copy of click, under a private name; this is that copy's ClickException.
     problem_with_the_flags: Any = typer.BadParameter.__mro__[2]
     command = typer.main.get_command(import_module(f"shardkit.cli.{verb}").app)
+    _name_arguments_alone(command)
     try:
         # As command.main(), which would exit with 1, the code of a failed check, on a closed pipe.
         with command.make_context(f"shardkit {verb}", arguments) as context:
@@ -157,6 +158,14 @@ def _call(verb: str, arguments: list[str]) -> int:
     except typer.Abort:
         raise KeyboardInterrupt from None
     return result if isinstance(result, int) else 0
+
+
+def _name_arguments_alone(command: Any) -> None:
+    """Keeps Python's types out of the help, as in `SCRIPT <list[Path]>`: typer shows them from 0.29 on."""
+    for one in (command, *getattr(command, "commands", {}).values()):
+        for argument in one.params:
+            if argument.param_type_name == "argument":
+                argument.display_type_rich = lambda ctx: None
 
 
 def _say_what_is_meant(verb: str, error: Any) -> None:

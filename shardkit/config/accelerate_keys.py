@@ -54,6 +54,8 @@ REFUSED_VALUES: dict[Path, dict[str, str]] = {
 
 # Keys that identify a NeMo model configuration.
 NEMO_KEYS = {"megatron_amp_O2", "fsdp_grad_reduce_dtype", "fsdp_sharded_checkpoint"}
+# Keys that identify DeepSpeed's own JSON.
+DEEPSPEED_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
 
 
 def is_foreign(section: Path, key: str) -> bool:
@@ -72,6 +74,8 @@ def hint(section: Path, key: str, file: str) -> str | None:
         return "it belongs in your training script."
     if section == () and key in NEMO_KEYS:
         return f"it is NeMo's; convert the file with: shardkit config convert {shlex.quote(file)}"
+    if section == () and key in DEEPSPEED_KEYS:
+        return f"it is DeepSpeed's. {INSTEAD['deepspeed_config']}."
     return None
 
 

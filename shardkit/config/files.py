@@ -53,7 +53,8 @@ class LoadedConfig:
 
 
 def load_config(path: Path | str | None = None, settings: Mapping[str, str] | None = None) -> Config:
-    """The configuration of this run: the launcher's resolved one on a rank; else resolved here."""
+    """The configuration that a run would have: on a rank the launcher's; else that of `path`, or of the file that is
+    found, with `settings` ({"num_processes": "4"}) in place of its values. Raises ConfigError."""
     resolved = env.resolved_config_path()
     if path is None and resolved is not None and not settings:
         return read(resolved).config

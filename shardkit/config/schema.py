@@ -543,7 +543,7 @@ class ShardkitConfig(Section):
 
 
 class Config(Section):
-    """The configuration of a run."""
+    """The configuration of a run: the settings of `shardkit.yaml`, as fields and arguments."""
 
     compute_environment: Annotated[Literal["LOCAL_MACHINE"], BeforeValidator(read_name)] = "LOCAL_MACHINE"
     """Where ranks are started: on this machine; with several machines, launch on each of them."""

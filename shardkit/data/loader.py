@@ -375,7 +375,7 @@ class PreparedLoader:
     def load_state_dict(self, state: Mapping[str, Any], *, restart_epoch: bool = False) -> None:
         """The next iteration continues after the saved position, on any number of ranks and with any batch size.
 
-        Raises CheckpointError where `misfit` finds a problem. With `restart_epoch` the saved epoch starts from its
+        Raises CheckpointError where it is not valid for the data. With `restart_epoch` the saved epoch starts from its
         beginning where the data, or the way they are split, have changed.
         """
         problem = misfit(state, self._facts(), saved_ranks=None)

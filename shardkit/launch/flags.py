@@ -354,7 +354,7 @@ BLOCKS = {
     "--dynamo-": "dynamo_config",
     "--fp8-": "fp8_config",
     "--parallelism-config-": "parallelism_config",
-    "--deepspeed-": "deepspeed_config",
+    "--deepspeed": "deepspeed_config",
     "--zero": "deepspeed_config",
     "--offload-": "deepspeed_config",
     "--gradient-clipping": "deepspeed_config",

@@ -70,17 +70,23 @@ log = get_logger(__name__)
 class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
     """The run on this rank: its configuration, its rank and world size, and the prepared objects.
 
-    The configuration is `config` (a Config, a dict with the YAML's keys, or a path), else the launcher's, else the file
-    found from the working folder. The other arguments override single settings, and the table at the start shows them.
-    `split_batches`: the loader's batch size is that of all ranks together. `even_batches`: a short last batch is padded
-    so that every rank gets the same number of samples. `kwargs_handlers` and the plugins are objects with settings
-    (`shardkit_settings()`, see `runtime/settings_objects.py`), with the names and checks of the YAML. `rng_types` has
-    no effect: the order of the data is a function of (seed, epoch), so no generator has to be synchronised. `log_with`:
-    names of trackers, or objects of a shardkit.Tracker; see `init_trackers`. Collective: every rank creates one, with
-    equal arguments.
+    Without arguments the configuration is the launcher's, else that of the file found from the working folder. An
+    argument overrides it, and the table that is printed at the first `prepare` shows where each value comes from.
 
-    Raises ConfigError where the launched world differs from the configured one, where ranks have different settings,
-    and where an object contradicts a value set elsewhere.
+    - `mixed_precision`: "no", "bf16", "fp16", "fp8" or "mxfp8". `cpu`: train on the CPU.
+    - `gradient_accumulation_steps`: micro-batches per optimizer step, for `accumulate`.
+    - `split_batches`: the loader's batch size is that of all ranks together; by default that of each rank.
+      `even_batches` (default True): a short last batch is padded, so that all ranks get the same number of samples.
+    - `project_dir`, or `project_config`, a ProjectConfiguration: the folder of checkpoints, metrics and traces.
+    - `log_with`: trackers, by name ("wandb") or as objects of a shardkit.Tracker; see `init_trackers`.
+    - `config`: in place of launcher and file: a Config, a dict with the YAML's keys, or a path.
+    - `device_placement`: False leaves models and batches where they are.
+    - `step_scheduler_with_optimizer`: False lets a scheduler step at each call, also in the middle of a window.
+    - `kwargs_handlers`, `fsdp_plugin` and other plugins: objects with settings, by their names in the YAML.
+    - `rng_types`: no effect, since the order of the data needs no generator to be the same on all ranks.
+
+    Collective: every rank creates one, with equal arguments. Raises ConfigError where the launched world differs from
+    the configured one, where ranks have different settings, and where an object contradicts a value set elsewhere.
     """
 
     def __init__(
@@ -216,7 +222,7 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         return self.prepare(data_loader, device_placement=[device_placement])
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """The prepared scheduler."""
+        """The prepared scheduler: it steps once per optimizer step, on any number of ranks."""
         return self.prepare(scheduler)
 
     def unwrap_model(
@@ -245,11 +251,12 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         return distributed_model.unsharded(self._run, models)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """The loader; its next iteration skips the first `num_batches` batches of the epoch."""
+        """As `shardkit.skip_first_batches`."""
         return skipping.skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *released: Any) -> tuple[None, ...]:
-        """Drops all prepared objects; returns one None per argument: `model, optimizer = free_memory(model, ...)`.
+        """Drops all prepared objects, to train another model in the same process, or to try another batch size. Returns
+        one None per argument: `model, optimizer = accelerator.free_memory(model, optimizer)`.
 
         The step counters keep counting, so later checkpoints sort after earlier ones.
         """
@@ -306,7 +313,8 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
 
     @property
     def config(self) -> Config:
-        """The effective configuration."""
+        """The configuration that runs, by the names of the schema: `accelerator.config.fsdp.sharding_strategy`. Read it
+        only."""
         return self._run.config
 
     @property
@@ -334,9 +342,9 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Logs numbers and texts by name to all trackers, on rank 0; images and tables to wandb and trackio. `step`
-        defaults to the optimizer step. Any rank may call it. Raises UsageError where a value is neither number nor
-        text and no tracker takes it, on every rank that calls it."""
+        """Logs numbers and texts by name to all trackers: rank 0's, so reduce a loss over the ranks before. Images and
+        tables go to wandb and trackio. `step` defaults to the optimizer step. Any rank may call it. Raises UsageError
+        where a value is neither number nor text and no tracker takes it, on every rank that calls it."""
         measured = {} if self._speed is None else self._speed.values()
         self._run.trackers.log(values, step, self.counters.step, log_kwargs, measured)
 

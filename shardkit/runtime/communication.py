@@ -21,7 +21,9 @@ class Communication(Topology):
 
     @eager
     def gather(self, tensor: Any) -> Any:
-        """All ranks' tensors concatenated along dim 0, on every rank; dicts, lists and tuples too. Collective.
+        """All ranks' tensors concatenated along dim 0, in the order of ranks, on every rank; dicts, lists and tuples
+        too. 0-dim tensors give one element for each rank. All ranks need equal shapes: see `pad_across_processes`.
+        Collective.
 
         Has no gradients; `gather_with_gradients` has."""
         self._meet("gather")
@@ -55,13 +57,14 @@ class Communication(Topology):
 
     @eager
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
-        """Sum, mean, max or min over all ranks, on every rank; times `scale`. Collective."""
+        """The sum (or "mean", "max", "min") over all ranks of a tensor, or of each in a dict, list or tuple, on every
+        rank; times `scale`. The tensor given is not changed. Collective."""
         self._meet("reduce")
         return collectives.reduce(tensor, reduction, scale, self._run.same_data)
 
     @eager
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """One rank's tensors, on every rank. Collective."""
+        """The tensors of rank `from_process`, on every rank. Collective."""
         self._begin("broadcast")
         return collectives.broadcast(tensor, from_process)
 

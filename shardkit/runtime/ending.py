@@ -42,8 +42,8 @@ def _end_together(run: Run) -> None:
     saved = session.last_step if session is not None else None
     if saved is not None and saved < run.counters.step and run.process.is_main:
         log.warning(
-            "checkpoint: the run ends at step %d, but its newest checkpoint is of step %d; call save_state() after "
-            "the loop to save the last steps.",
+            "checkpoint: the run ends at step %d, but the newest checkpoint for --resume auto is of step %d; call "
+            "save_state() after the loop to save the last steps.",
             run.counters.step,
             saved,
         )

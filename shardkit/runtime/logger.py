@@ -46,7 +46,8 @@ class RankLogger(logging.LoggerAdapter):
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
-    """A rank-aware logger of that name. UsageError where the level is unknown."""
+    """A logger of that name whose calls take `main_process_only` (default True: rank 0 alone) and `in_order` (every
+    rank, one after the other). `log_level` is also set for the root logger. Raises UsageError where it is unknown."""
     logger = logging.getLogger(name)
     if log_level is not None:
         try:

@@ -59,30 +59,31 @@ class ProcessControl(RankNumbers):
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's part of a list, tuple, str, tensor, array or dataset, or of each value of a dict."""
+        """A context with this rank's part of a list, tuple, str, tensor, array or dataset, or of each value of a dict.
+        Parts differ in length by one at most; with `apply_padding` short ones repeat the last item, for `gather`."""
         yield part_of(inputs, self.process_index, self.num_processes, apply_padding)
 
     def print(self, *values: Any, **arguments: Any) -> None:
-        """Prints on each machine's first rank."""
+        """As `print`, on each machine's first rank only."""
         if self.is_local_main_process:
             print(*values, **arguments)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """The function on rank 0; None elsewhere."""
+        """The function, called on rank 0 only: elsewhere it returns None. Also as `@accelerator.on_main_process`."""
         return decorated(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """The function on each machine's first rank; None elsewhere."""
+        """As `on_main_process`, on each machine's first rank."""
         return decorated(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function on the last rank; None elsewhere."""
+        """As `on_main_process`, on the last rank."""
         return decorated(function, lambda: self.is_last_process)
 
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """The function on one rank, by default rank 0; None elsewhere. Where there is one rank it runs there, whatever
+        """As `on_main_process`, on rank `process_index` (default 0). Where there is one rank it runs there, whatever
         the index. Also as `@accelerator.on_process(process_index=1)`."""
         index = process_index or 0
         return decorated(function, lambda: not self.use_distributed or self.process_index == index)

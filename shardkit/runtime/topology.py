@@ -60,17 +60,17 @@ class Topology(RankNumbers):
 
     @property
     def num_processes(self) -> int:  # type: ignore[override]
-        """Ranks in total."""
+        """Number of ranks, over all machines (world size)."""
         return self._run.process.world_size
 
     @property
     def process_index(self) -> int:  # type: ignore[override]
-        """This rank."""
+        """This rank's number, from 0."""
         return self._run.process.rank
 
     @property
     def local_process_index(self) -> int:  # type: ignore[override]
-        """This rank among those of its machine."""
+        """This rank's number among those of its machine, from 0."""
         return self._run.process.local_rank
 
     @property

@@ -94,7 +94,9 @@ class Checkpointing(Topology):
         dtype: str | torch.dtype | None = None,
         safe_serialization: bool = True,
     ) -> None:
-        """Writes the full model as safetensors that plain torch and Transformers can open. Collective."""
+        """Writes the full model as safetensors files that plain torch and Transformers can open: of at most
+        `max_shard_size` ("2GB"; default: shardkit.checkpoint.max_shard_size), in `dtype` (default: that of the
+        parameters, which is fp32 under mixed precision). Collective."""
         unsupported.refuse_pickle(safe_serialization)
         from shardkit.runtime.checkpoints import saving
 
@@ -114,8 +116,8 @@ class Checkpointing(Topology):
         return state.whole_tensors(model)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = True) -> None:
-        """Rank 0 writes a dict of tensors as safetensors, or JSON values as JSON. Collective where tensors are
-        sharded."""
+        """Rank 0 writes `obj` into the file `f`: a dict of tensors as safetensors, JSON values as JSON. Other ranks do
+        nothing. Collective where tensors are sharded."""
         unsupported.refuse_pickle(safe_serialization)
         if objects.has_sharded(obj):
             self._run.refuse_if_left("save")
@@ -125,12 +127,13 @@ class Checkpointing(Topology):
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this rank should write files that the script saves itself; `save_model` is called by all ranks."""
+        """Whether this is rank 0, which writes files that the script saves itself; `save_model` is called by all
+        ranks."""
         return self.is_main_process
 
     @property
     def project_dir(self) -> str | None:
-        """The project folder."""
+        """The project folder; None without one."""
         return self._run.project.project_dir
 
     @property

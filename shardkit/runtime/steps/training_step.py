@@ -54,9 +54,9 @@ class TrainingStep(Topology):
     """Methods of a training step, between the forward of a micro-batch and `zero_grad`."""
 
     def accumulate(self, *models: nn.Module | Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Context of one micro-batch, from forward to zero_grad. Optimizer, scheduler and zero_grad act only in the
-        last micro-batch of a window. The last batch of the loader (of several read side by side: of the longest) ends a
-        window early, with the correct mean."""
+        """Context of one micro-batch of these models (default: of all), from forward to zero_grad. Optimizer, scheduler
+        and zero_grad act only in the last micro-batch of a window. The last batch of the loader (of several read side
+        by side: of the longest) ends a window early, with the correct mean."""
         return self._run.accumulation.micro_batch(_modules(models) or self._run.models)
 
     def register_forward_method(self, model: nn.Module, *names: str) -> None:
@@ -94,8 +94,9 @@ class TrainingStep(Topology):
 
     @eager
     def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
-        """Computes the gradients of the loss, divided by the number of micro-batches per step, and scaled under
-        fp16."""
+        """Computes the gradients of the loss, one number: the mean over this rank's samples. It is divided by the
+        number of micro-batches per step, and scaled under fp16; ranks are averaged. `arguments` are those of
+        `loss.backward`. Collective."""
         _warn_of_other_accelerator(self._run)
         self._run.accumulation.backward(loss, **arguments)
 
@@ -180,7 +181,8 @@ class TrainingStep(Topology):
 
     @property
     def counters(self) -> Counters:
-        """Optimizer steps, micro-batches since the last one, and samples so far."""
+        """Optimizer steps (`step`), micro-batches since the last one (`micro_step`), and samples over all ranks
+        (`samples_seen`). After a load they go on from the checkpoint's."""
         return self._run.accumulation.counters
 
     @property
