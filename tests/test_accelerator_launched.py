@@ -51,8 +51,7 @@ def test_a_launched_run_stops_resumes_and_ends_as_if_nothing_had_happened(tmp_pa
     assert "ended without leaving" not in finished.stdout
     assert "trained 8 steps, 112 samples" in finished.stdout
     assert "measured: peak" in finished.stdout
-    assert "beside the plan; --batch-size counts" in finished.stdout
-    assert ": shardkit plan --model MODULE:FUNCTION --world 2 --measured" in finished.stdout
+    assert "for a simulated step): shardkit plan --model MODULE:FUNCTION --world 2 --measured" in finished.stdout
     memory = json.loads((tmp_path / "logs" / "rank1.memory.json").read_text())
     assert memory["parameter_bytes"] == memory["gradient_bytes"] == 4 * (267 - 144)
     assert memory["optimizer_bytes"] >= 2 * memory["parameter_bytes"]

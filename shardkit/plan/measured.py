@@ -107,10 +107,10 @@ def beside_the_plan(config: Config, path: Path | None, folder: Path) -> str:
     model = "" if path is None else config_flag(path)
     model += " --model MODULE:FUNCTION" if named is None else ""
     ranks = f" --world {config.num_processes}" if config.num_processes > 1 else ""
-    more = "--batch-size counts activations too, --simulate --batch a step"
-    hint = f"{more}: shardkit plan{model}{ranks} --measured {shlex.quote(str(folder))}"
+    more = "add --batch-size N for activations, --simulate --batch MODULE:FUNCTION for a simulated step"
+    hint = f"compare with a plan ({more}): shardkit plan{model}{ranks} --measured {shlex.quote(str(folder))}"
     measured = read(folder)
     if named is None:
-        return f"measured: peak {measured.peak_bytes / MIB:,.1f} MiB on rank {measured.rank}\nbeside the plan; {hint}"
+        return f"measured: peak {measured.peak_bytes / MIB:,.1f} MiB on rank {measured.rank}\n{hint}"
     asked = request.build(config, named, request.device_of(config, None, None), file=path)
     return f"{comparison(answer(asked), measured)}\n{hint}"

@@ -284,13 +284,13 @@ def _notes(answer: Answer) -> str:
         notes.append(LOSS_TEXTS[answer.request.loss])
     if device.reserve_bytes and device.memory_bytes:
         notes.append(
-            f"Fits: the peak and {device.reserve_bytes / GIB:.0f} GiB for context, communication buffers and "
-            f"workspaces, in {device.memory_bytes / GIB:,.1f} GiB. Fragmentation is not counted."
+            f"It fits if the peak and {device.reserve_bytes / GIB:.0f} GiB for context, communication buffers and "
+            f"workspaces are within {device.memory_bytes / GIB:,.1f} GiB. Fragmentation is not counted."
         )
     elif device.name == "CPU" and device.memory_bytes:
         notes.append(
-            f"Fits: the peak in a rank's share of the host memory, {device.memory_bytes / GIB:,.1f} GiB, of which "
-            "Python and torch take a quarter of a GiB."
+            f"It fits if the peak is within a rank's share of the host memory, {device.memory_bytes / GIB:,.1f} GiB, "
+            "of which Python and torch take a quarter of a GiB."
         )
     if (time := answer.chosen_row.time) is not None:
         found = time.efficiency

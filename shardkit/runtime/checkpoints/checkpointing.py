@@ -78,7 +78,7 @@ class Checkpointing(Topology):
         return loading.load_state(self._run, input_dir, data_position=data_position, strict=strict)
 
     def resume(self, *, data_position: bool = True, strict: bool = True) -> bool:
-        """Restores the checkpoint that `shardkit launch --resume` selects; returns whether it did. Collective.
+        """Restores the checkpoint that the launch's `--resume` selects; returns whether it did. Collective.
 
         Call it after `prepare`. never (the default): nothing is loaded; auto: the project's newest valid checkpoint, if
         there is one; a path: that checkpoint. Without this call nothing is resumed. `data_position`, `strict`: as for
