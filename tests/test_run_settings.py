@@ -177,6 +177,8 @@ def test_what_accelerate_takes_and_shardkit_does_not_is_refused_in_words():
     accelerator = Accelerator(config=Config(distributed_type=DistributedType.NO, use_cpu=True), device_placement=True)
     with pytest.raises(AttributeError, match="lomo_backward is not part of shardkit; LOMO is not supported"):
         accelerator.lomo_backward(1)
+    with pytest.raises(AttributeError, match=r"no attribute 'bakward'; did you mean backward\?"):
+        _ = accelerator.bakward
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         accelerator.nonsense()
     assert accelerator.resume() is False

@@ -157,7 +157,7 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):  # a property of this class whose body raised AttributeError
                 return object.__getattribute__(self, name)
-            raise AttributeError(unsupported.attribute_text(name))
+            raise AttributeError(unsupported.attribute_text(name, dir(type(self))))
 
     def __reduce__(self) -> Any:
         raise UsageError(

@@ -41,11 +41,12 @@ def _argument_text(name: str, value: Any, known: Collection[str]) -> str:
     return f"Accelerator({name}=...): unknown argument (got {value!r}); {hint}"
 
 
-def attribute_text(name: str) -> str:
-    """The text of the Accelerator's AttributeError."""
+def attribute_text(name: str, known: Collection[str]) -> str:
+    """The text of the Accelerator's AttributeError; it has the known names."""
     if name in ATTRIBUTES:
         return f"Accelerator.{name} is not part of shardkit; {ATTRIBUTES[name]}."
-    return f"'Accelerator' object has no attribute {name!r}"
+    near = get_close_matches(name, known, 1, cutoff=0.7)
+    return f"'Accelerator' object has no attribute {name!r}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def refuse_dispatch(slice_fn_for_dispatch: Any) -> None:
