@@ -241,7 +241,7 @@ def test_4_offload_wrapping_prefetch_and_state_dict_are_on_the_way(folder, capsy
 
 
 def test_4_each_detail_has_its_cost_beside_it(folder, capsys):
-    asked = ["", "", "", "1", "one by one", "", "", "", "", "", "", "", "save"]
+    asked = ["", "", "", "1", "one by one", "", "", "", "", "", "", "", "", "save"]
     assert talk_plainly(asked, model="gpt:layers=32,hidden=4096,heads=32") == 0
     shown = " ".join(capsys.readouterr().out.split())
     names = ("no", "TRANSFORMER_BASED_WRAP", "NO_WRAP", "BACKWARD_PRE", "NO_PREFETCH")
