@@ -4,6 +4,8 @@ On the CPU the state is where it would be anyway, so the setting is forced there
 from host memory to host memory.
 """
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardkit import Accelerator
+from shardkit.checkpoint.states import fill
 from shardkit.cli import main
 from shardkit.config.schema import Config, ShardkitConfig
-from shardkit.distributed import host_memory
+from shardkit.distributed import accelerators, host_memory
 from shardkit.distributed.tensors import local_part
 from shardkit.errors import UsageError
 from shardkit.model import gpt
-from shardkit.optim import division, host_state
+from shardkit.optim import division, host_state, rebind
 from shardkit.optim.kernels import ELEMENTWISE
 from shardkit.plan.closed_form import estimate
 from shardkit.runtime import prepare
@@ -204,6 +208,107 @@ def fail(*_: Any) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_an_error_in_a_step_loses_no_state(ranks, mode: str) -> None:
     assert ranks.run(2, an_error_in_the_step, mode) == [(True, True)] * 2
+
+
+def with_hooks_and_a_closure(mode: str, kind: str) -> bool:
+    """Whether hooks before the step may give gradients, a closure is called after them, and hooks of all optimizers
+    are called once a step, all as without offload."""
+    with pytest.MonkeyPatch.context() as patch:
+        (plain, _), (offloaded, called) = (hooked(Run(mode, kind, offloads, patch)) for offloads in (False, True))
+    assert called == ["all, before", "fill in", "all, after", "all, before", "fill in", "closure", "all, after"]
+    return plain == offloaded
+
+
+def hooked(run: Run) -> tuple[list[Any], list[str]]:
+    called: list[str] = []
+
+    def fill_in(*_: Any) -> None:
+        called.append("fill in")
+        for parameter in run.model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.ones_like(parameter)
+
+    def closure() -> None:
+        called.append("closure")
+        run.optimizer.zero_grad()
+        run.accelerator.backward(run.model(torch.ones(2, 6)).square().mean())
+
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: called.append("all, before")),
+        register_optimizer_step_post_hook(lambda *_: called.append("all, after")),
+        run.optimizer.optimizer.register_step_pre_hook(fill_in),
+    ]
+    run.optimizer.step()
+    run.optimizer.step(closure)
+    for handle in handles:
+        handle.remove()
+    return run.result(), called
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adafactor"])
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_and_closures_are_called_as_without(ranks, mode: str, kind: str) -> None:
+    assert ranks.run(2, with_hooks_and_a_closure, mode, kind) == [True, True]
+
+
+def copies_finished(mode: str) -> list[str]:
+    """When this rank waits for copies to host memory: in a step, and in one that fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        run = Run(mode, "AdamW", True, patch)
+        patch.setattr(accelerators, "finish", lambda: run.hooks.append("finished"))
+        run.train(range(1))
+        patch.setattr(host_state, "copied_to_device", fail)
+        with pytest.raises(RuntimeError, match="by the script"):
+            run.train(range(1, 2))
+        return run.hooks
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_hooks_read_after_a_step_has_arrived(ranks, mode: str) -> None:
+    assert ranks.run(2, copies_finished, mode) == [["before", "finished", "after", "before", "finished"]] * 2
+
+
+def kept_after_a_step(mode: str) -> int:
+    """How many tensors of an earlier state are alive after a step that has put others in their place."""
+    with pytest.MonkeyPatch.context() as patch:
+        run = Run(mode, "AdamW", True, patch)
+        run.train(range(1))
+        patch.setattr(host_state, "_can_hold", lambda home, part: False)
+        earlier = [weakref.ref(tensor) for tensor in run.state()]
+        run.train(range(1, 2))
+        gc.collect()
+        return sum(storage() is not None for storage in earlier)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_state_that_a_step_has_replaced_is_freed(ranks, mode: str) -> None:
+    assert ranks.run(2, kept_after_a_step, mode) == [0, 0]
+
+
+def test_loaded_state_goes_to_host_memory_except_for_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device, as an accelerator."""
+    monkeypatch.setattr(host_state, "copied_to_host", lambda tensor: torch.zeros_like(tensor, device="cpu"))
+    parameters = [nn.Parameter(torch.zeros(shape, device="meta")) for shape in ((2, 3), ())]
+    optimizer = torch.optim.Adam(parameters)
+    host_memory.keep_state_there(optimizer, True)
+    rows = {n: {"step": torch.ones(()), "exp_avg": torch.zeros(p.shape)} for n, p in enumerate(parameters)}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": rows})
+    host_state.move_to_host(optimizer)
+    for _ in range(2):
+        devices = [optimizer.state[parameter]["exp_avg"].device.type for parameter in parameters]
+        assert devices == ["cpu", "meta"]
+        for parameter in parameters:
+            rebind._move(optimizer, optimizer.state[parameter], parameter)
+
+
+def placed(mode: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        parameter = next(Run(mode, "AdamW", True, patch).model.parameters())
+    return local_part(fill._empty_like(parameter, torch.float32, torch.device("meta"))).device.type
+
+
+def test_a_sharded_tensor_is_loaded_to_the_device_that_is_asked_for(ranks) -> None:
+    assert ranks.run(2, placed, "FULL_SHARD") == ["meta", "meta"]
 
 
 class Own(torch.optim.Adam):

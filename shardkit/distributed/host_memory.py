@@ -37,6 +37,6 @@ def keeps_state_there(optimizer: Any) -> bool:
     return getattr(optimizer, "_shardkit_keeps_state_on_host", False)
 
 
-def device_of_state(optimizer: Any, parameter: torch.Tensor) -> torch.device:
-    """Where tensors of a parameter's state are between steps."""
-    return torch.device("cpu") if keeps_state_there(optimizer) else local_part(parameter).device
+def device_of_state(optimizer: Any, parameter: torch.Tensor, dims: int) -> torch.device:
+    """Where tensors of a parameter's state with so many dims are between steps; those without stay on the device."""
+    return torch.device("cpu") if dims and keeps_state_there(optimizer) else local_part(parameter).device

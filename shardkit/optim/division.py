@@ -3,9 +3,10 @@
 The plan asks the same functions, so this imports no torch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from math import prod
+from typing import TypeVar
 
 # Gathered parameters and gradients held at a time; the state of the same parameters comes on top.
 WHOLE_BYTES = 256 << 20
@@ -17,11 +18,12 @@ ROUND_BYTES = 128 << 20
 MUON_ITEMSIZE = 2
 
 Shape = tuple[int, ...]
+Key = TypeVar("Key", bound=Hashable)
 
 
-def chunks(sizes: Iterable[tuple[int, int]], limit: int) -> list[set[int]]:
+def chunks(sizes: Iterable[tuple[Key, int]], limit: int) -> list[set[Key]]:
     """Keys in their order, in chunks that end with the one that reaches the limit. `sizes`: (key, bytes)."""
-    found: list[set[int]] = []
+    found: list[set[Key]] = []
     held = limit
     for key, size in sizes:
         if held >= limit:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 
 from shardkit.distributed import accelerators
-from shardkit.distributed.host_memory import can_pin_for, copied_to_device, copied_to_host
+from shardkit.distributed.host_memory import can_pin_for, copied_to_device, copied_to_host, keeps_state_there
 from shardkit.distributed.tensors import is_dtensor, local_part, sharded_like
 from shardkit.optim import division
 from shardkit.optim.kernels import parameters_of
@@ -33,10 +34,8 @@ class StepWithState:
         self._optimizer, self._inner = optimizer, inner
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        with on_device(self._optimizer.state, parameters_of(self._optimizer)):
-            result = self._inner.step(closure)
-        accelerators.finish()
-        return result
+        with finished_copies(), on_device(self._optimizer.state, parameters_of(self._optimizer)):
+            return self._inner.step(closure)
 
 
 class StepInChunks:
@@ -46,9 +45,8 @@ class StepInChunks:
         self._optimizer = optimizer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        result = step_in_chunks(self._optimizer, lambda: chunks_of(self._optimizer), self._on_chunk, closure)
-        accelerators.finish()
-        return result
+        chunks = partial(chunks_of, self._optimizer)
+        return step_in_chunks(self._optimizer, chunks, self._on_chunk, closure, finished_copies)
 
     @contextmanager
     def _on_chunk(self, chunk: set[int]) -> Iterator[None]:
@@ -56,6 +54,28 @@ class StepInChunks:
         parameters = [[p for p in group["params"] if id(p) in chunk] for group in groups]
         with on_device(self._optimizer.state, chain(*parameters)), with_parameters(self._optimizer, parameters):
             yield
+
+
+@contextmanager
+def finished_copies() -> Iterator[None]:
+    """Copies to host memory that are begun inside are finished afterwards, also after an error: the script may read
+    them."""
+    try:
+        yield
+    finally:
+        accelerators.finish()
+
+
+def move_to_host(optimizer: torch.optim.Optimizer) -> None:
+    """Moves state that is on the device to host memory, if the optimizer keeps it there."""
+    if not keeps_state_there(optimizer):
+        return
+    with finished_copies():
+        for parameter in parameters_of(optimizer):
+            row = optimizer.state.get(parameter, {})
+            for name, value in row.items() if is_row(row) else ():
+                if _is_kept_on_host(value) and value.device.type != "cpu":
+                    row[name] = _with_part(value, copied_to_host(local_part(value)))
 
 
 def chunks_of(optimizer: torch.optim.Optimizer) -> list[set[int]]:

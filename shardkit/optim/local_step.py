@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from shardkit.distributed import accelerators
 from shardkit.distributed.host_memory import keeps_state_there
 from shardkit.distributed.tensors import is_dtensor, local_part, memory_of, sharded_like
 from shardkit.optim import host_state
@@ -54,8 +53,8 @@ class LocalStep:
         if not keeps_state_there(optimizer):
             return step_between_hooks(optimizer, partial(self._on_parts, optimizer), closure)
         chunks, on_chunk = partial(self._chunks, optimizer), partial(self._on_chunk, optimizer)
-        result = step_in_chunks(optimizer, chunks, on_chunk, closure)
-        accelerators.finish()  # before the host reads the copies
+        result = step_in_chunks(optimizer, chunks, on_chunk, closure, host_state.finished_copies)
+        self._forget_replaced()
         return result
 
     def _chunks(self, optimizer: torch.optim.Optimizer) -> list[set[int]]:
@@ -154,6 +153,13 @@ class LocalStep:
                 del of_parameter[name]
             of_parameter.update({name: self._sharded_form(value, part) for name, value in row.items()})
         self._is_ahead = False
+
+    def _forget_replaced(self) -> None:
+        """Frees the memory of tensors in whose place the step has put others: on the device, if the script has made
+        the state there."""
+        self._show()
+        present = {id(value) for row in self._local.values() if is_row(row) for value in row.values()}
+        self._pairs = {key: pair for key, pair in self._pairs.items() if id(pair[0]) in present}
 
     def _part_of_state(
         self, value: Any, name: str, parameter: Any, tensor: torch.Tensor | None, known: Mapping[int, _Pair]

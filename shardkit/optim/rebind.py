@@ -71,7 +71,7 @@ def rebind(optimizer: torch.optim.Optimizer, names_before: ParameterNames, model
         optimizer.state[new[identity]] = state
     for parameter in new.values():
         if parameter in optimizer.state:
-            _move(optimizer.state[parameter], parameter, device_of_state(optimizer, parameter))
+            _move(optimizer, optimizer.state[parameter], parameter)
 
 
 def _refuse_empty(optimizer: torch.optim.Optimizer, fqn: str, state: dict[str, Any]) -> None:
@@ -101,6 +101,7 @@ def _moved_state(
                 f"parameter's (got {tuple(value.shape)}, the parameter has {tuple(new.shape)}), so it cannot be "
                 "split; build the optimizer after prepare, or prepare it before its first step."
             )
+    _move(optimizer, moved, new)
     return moved
 
 
@@ -109,10 +110,11 @@ def _is_number(key: Any, value: torch.Tensor, parameter: nn.Parameter) -> bool:
     return key == "step" or (value.dim() == 0 and parameter.dim() != 0)
 
 
-def _move(state: dict[str, Any], parameter: nn.Parameter, device: torch.device) -> None:
+def _move(optimizer: torch.optim.Optimizer, state: dict[str, Any], parameter: nn.Parameter) -> None:
     """State that was on the CPU when the model was moved follows it, in place; LBFGS keeps lists of tensors."""
 
     def moved(value: torch.Tensor) -> torch.Tensor:
+        device = device_of_state(optimizer, parameter, value.dim())
         return value if value.device == device else value.to(device)
 
     for key, value in state.items():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,13 +43,10 @@ def step_between_hooks(
     optimizer: torch.optim.Optimizer,
     inside: Callable[[], AbstractContextManager[None]],
     closure: Callable[[], Any] | None = None,
-    is_first: bool = True,
-    is_last: bool = True,
 ) -> Any:
     """The optimizer's own step in the context `inside`; returns the closure's result.
 
-    Hooks on the step run outside of the context, so that they see the model's parameters. Of several steps that make
-    one, the first runs the hooks before it, and the last those after it.
+    Hooks on the step run outside of the context, so that they see the model's parameters.
     """
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     result = None
@@ -65,8 +61,8 @@ def step_between_hooks(
             stack.close()
 
         try:
-            optimizer._optimizer_step_pre_hooks = OrderedDict({**(before if is_first else {}), -1: enter})
-            optimizer._optimizer_step_post_hooks = OrderedDict({-1: leave, **(after if is_last else {})})
+            optimizer._optimizer_step_pre_hooks = OrderedDict({**before, -1: enter})
+            optimizer._optimizer_step_post_hooks = OrderedDict({-1: leave, **after})
             optimizer.step()
         finally:
             optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
@@ -78,14 +74,29 @@ def step_in_chunks(
     chunks: Callable[[], list[set[int]]],
     inside: Callable[[set[int]], AbstractContextManager[None]],
     closure: Callable[[], Any] | None = None,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Any:
     """The optimizer's own step for one chunk of parameters after the other, each in the context `inside`; returns the
-    closure's result. `chunks`: ids of those that have a gradient, once the closure has run."""
-    result = run_closure(closure)
-    found = chunks() or [set()]  # without gradients hooks are called, too
-    for number, chunk in enumerate(found, 1):
-        step_between_hooks(optimizer, partial(inside, chunk), is_first=number == 1, is_last=number == len(found))
-    return result
+    closure's result. `chunks`: ids of those that have a gradient, once the hooks before the step and the closure have
+    run. All chunks are in the context `around`, hooks are not."""
+
+    @contextmanager
+    def on_last() -> Iterator[None]:
+        *others, last = chunks() or [set()]
+        with around():
+            for chunk in others:
+                with inside(chunk):
+                    _step_without_hooks(optimizer)
+            with inside(last):
+                yield
+
+    return step_between_hooks(optimizer, on_last, closure)
+
+
+def _step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """The step of the optimizer's class, without what torch puts around it: hooks, also those of all optimizers."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:

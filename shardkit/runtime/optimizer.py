@@ -11,6 +11,7 @@ from shardkit.distributed.tensors import local_part
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.log import get_logger
 from shardkit.optim.clip import are_mixed, multiply_gradients_, zero_gradients_
+from shardkit.optim.host_state import move_to_host
 from shardkit.optim.kernels import forget_choice, parameters_of
 from shardkit.optim.plain_step import Operations, PlainStep
 from shardkit.optim.rebind import same_objects
@@ -92,6 +93,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)
+        move_to_host(self.optimizer)  # where its state is kept there: torch has loaded it to the parameters' device
 
     @property
     def parameters(self) -> list[torch.Tensor]:

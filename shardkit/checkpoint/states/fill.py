@@ -17,6 +17,7 @@ from shardkit.checkpoint.files.layout import Box, Stored, TensorEntry
 from shardkit.checkpoint.files.verify import Files, Piece
 from shardkit.checkpoint.states import tensors
 from shardkit.distributed import accelerators, xla
+from shardkit.distributed.host_memory import can_pin_for
 from shardkit.distributed.tensors import local_part, sharded_like
 from shardkit.errors import CheckpointCorrupted
 
@@ -69,7 +70,7 @@ class Saved:
         """The tensor in new memory: sharded as `like` if that is a DTensor of the same shape, else whole; with the
         strides of `like`, since fused optimizers need those of the parameter.
 
-        `device`: of a whole tensor; default: CPU.
+        `device`: default: that of `like` if it is sharded, else the CPU.
         """
         entry = self.entry(section, name)
         dtype = tensors.TORCH_DTYPES[entry.dtype]
@@ -79,9 +80,10 @@ class Saved:
             return xla.like(host, like)
         is_alike = like is not None and tuple(like.shape) == entry.shape
         if is_alike and isinstance(like, DTensor) and self._own_stored(section, name) is None:
-            found = _empty_like(like, dtype)
+            found = _empty_like(like, dtype, device)
         elif is_alike and like is not None and not isinstance(like, DTensor) and not xla.is_xla(like):
-            found = torch.empty_like(like, dtype=dtype, device=device or "cpu", requires_grad=False)
+            pins = _is_pinned(device, like)
+            found = torch.empty_like(like, dtype=dtype, device=device or "cpu", requires_grad=False, pin_memory=pins)
         else:
             found = torch.empty(entry.shape, dtype=dtype, device=device or "cpu")
         self.fill(section, name, found)
@@ -158,7 +160,13 @@ class Saved:
         return self._memory[pins][:size].view(tensors.TORCH_DTYPES[dtype]).view(shape)
 
 
-def _empty_like(like: DTensor, dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialized tensor of this dtype, sharded and placed as `like`."""
+def _empty_like(like: DTensor, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+    """An uninitialized tensor of this dtype, sharded as `like`; on its device where none is given."""
     local = local_part(like)
-    return sharded_like(torch.empty(local.shape, dtype=dtype, device=local.device), like)
+    pins = _is_pinned(device, local)
+    return sharded_like(torch.empty(local.shape, dtype=dtype, device=device or local.device, pin_memory=pins), like)
+
+
+def _is_pinned(device: torch.device | None, like: torch.Tensor) -> bool:
+    """Whether a tensor that is asked for in host memory is for copies from and to the device."""
+    return device is not None and device.type == "cpu" and can_pin_for(like)

@@ -237,8 +237,8 @@ class _Loading:
             return before
         is_whole = not isinstance(parameter, DTensor)
         like = parameter if is_whole or self._is_kept_as_parameter(fqn, key, entry, before) else None
-        has_dims = bool(entry.shape)
-        device = device_of_state(self.optimizer, parameter) if has_dims else _device_of(key, parameter, group)
+        dims = len(entry.shape)
+        device = device_of_state(self.optimizer, parameter, dims) if dims else _device_of(key, parameter, group)
         return self.saved.new(self.section, name, like, device)
 
     def _is_kept_as_parameter(self, fqn: str, key: str, entry: TensorEntry, before: Any) -> bool:
