@@ -311,6 +311,24 @@ def test_a_sharded_tensor_is_loaded_to_the_device_that_is_asked_for(ranks) -> No
     assert ranks.run(2, placed, "FULL_SHARD") == ["meta", "meta"]
 
 
+def with_a_compiled_step(mode: str) -> bool:
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        for offloads in (False, True):
+            run = Run(mode, "AdamW", offloads, patch)
+            run.train(range(2))
+            run.optimizer.optimizer.step = torch.compile(run.optimizer.optimizer.step, backend="eager")
+            run.train(range(2, 4))
+            results.append(run.result())
+    return results[0] == results[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_the_script_has_compiled_is_as_without(ranks, mode: str) -> None:
+    assert ranks.run(2, with_a_compiled_step, mode) == [True, True]
+
+
 class Own(torch.optim.Adam):
     """It may keep state elsewhere."""
 

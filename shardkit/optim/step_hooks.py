@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 
 @contextmanager
@@ -61,12 +63,17 @@ def step_between_hooks(
             stack.close()
 
         try:
-            optimizer._optimizer_step_pre_hooks = OrderedDict({**before, -1: enter})
-            optimizer._optimizer_step_post_hooks = OrderedDict({-1: leave, **after})
+            optimizer._optimizer_step_pre_hooks = OrderedDict({**before, -1: _untraced(enter)})
+            optimizer._optimizer_step_post_hooks = OrderedDict({-1: _untraced(leave), **after})
             optimizer.step()
         finally:
             optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
     return result
+
+
+def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook as it is where the script has compiled the optimizer's step: it finds no sizes in what is traced."""
+    return _disable_dynamo(hook) if "torch._dynamo" in sys.modules else hook  # which it would load
 
 
 def step_in_chunks(
