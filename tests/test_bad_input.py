@@ -40,6 +40,8 @@ JOBS = [
     {"SKYPILOT_NODE_RANK": "{}", "SKYPILOT_NUM_NODES": "{}", "SKYPILOT_TASK_ID": "{}"},
     {"KUBERNETES_SERVICE_HOST": "h", "WORLD_SIZE": "{}", "RANK": "{}", "MASTER_ADDR": "a", "MASTER_PORT": "{}"},
     {"PET_NNODES": "2", "PET_NODE_RANK": "{}", "PET_NPROC_PER_NODE": "{}", "PET_MASTER_PORT": "{}"},
+    {"AWS_BATCH_JOB_NUM_NODES": "{}", "AWS_BATCH_JOB_NODE_INDEX": "{}", "AWS_BATCH_JOB_MAIN_NODE_INDEX": "{}"},
+    {"LWS_GROUP_SIZE": "{}", "LWS_WORKER_INDEX": "{}"},
     {"OMPI_COMM_WORLD_RANK": "{}", "OMPI_COMM_WORLD_SIZE": "{}", "OMPI_COMM_WORLD_LOCAL_RANK": "{}"},
     {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "{}", "LOCAL_WORLD_SIZE": "{}"},
 ]

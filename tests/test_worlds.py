@@ -78,6 +78,20 @@ VERTEX = {
         }
     ),
 }
+AWS_BATCH = {
+    "AWS_BATCH_JOB_ID": "a1f-2b#1",
+    "AWS_BATCH_JOB_NUM_NODES": "3",
+    "AWS_BATCH_JOB_MAIN_NODE_INDEX": "1",
+    "AWS_BATCH_JOB_NODE_INDEX": "0",
+    "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "10.0.0.7",
+}
+AWS_BATCH_MAIN = {**AWS_BATCH, "AWS_BATCH_JOB_NODE_INDEX": "1", "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": ""}
+LWS = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "LWS_GROUP_SIZE": "4",
+    "LWS_WORKER_INDEX": "2",
+    "LWS_LEADER_ADDRESS": "train-0.train.default",
+}
 FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1"}
 SKY = {
     "SKYPILOT_NODE_RANK": "1",
@@ -125,6 +139,8 @@ def test_a_task_of_mpirun_knows_its_place(variables):
         {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "auto"},
         {**SKY, "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "1"},
         {**SAGEMAKER, "SM_HOSTS": '["algo-2"]', "SM_NUM_GPUS": "0"},
+        {**LWS, "LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0"},  # a group for each run
+        {"AWS_BATCH_JOB_ID": "a1f-2b", "AWS_BATCH_JOB_ARRAY_INDEX": "1"},
         {"LOCAL_RANK": "-1"},  # Accelerate's and the Trainer's word for none
         {"LOCAL_RANK": "0", "NODE_RANK": "0"},
         {"PMIX_RANK": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_ID": "1"},
@@ -148,6 +164,8 @@ def test_who_is_alone_is_left_alone(variables):
         (TRAIN_JOB, "Kubernetes reports a job of 2 machines with 8 ranks each; start it with `shardkit launch`"),
         (SKY, "SkyPilot reports a job of 2 machines with 4 ranks each"),
         (SAGEMAKER, "SageMaker reports a job of 2 machines with 8 ranks each"),
+        (AWS_BATCH, "AWS Batch reports a job of 3 machines"),
+        (LWS, "LeaderWorkerSet reports a job of 4 machines"),
         ({**SAGEMAKER, "SM_CURRENT_HOST": "algo-3"}, "with SM_CURRENT_HOST among them"),
         ({**PYTORCH_JOB, "WORLD_SIZE": "16", "PET_NPROC_PER_NODE": "8"}, "this pod should have 8 ranks"),
         ({**PODS, "JOB_COMPLETION_INDEX": "0"}, "NNODES: how many pods has the job?"),
@@ -235,6 +253,9 @@ def test_mpirun_itself():
         ({**ONE_A_MACHINE, **DAEMON}, ("mpirun (Open MPI)", 2, 1, "gpu01", "4711", 24711, None)),
         ({**ONE_A_MACHINE, **SRUN}, ("mpirun (Open MPI)", 2, 1, "gpu03", "4711", 24711, None)),
         (VERTEX, ("Vertex AI", 3, 2, "job-workerpool0-0", "17", 2222, None)),
+        (AWS_BATCH, ("AWS Batch", 3, 2, "10.0.0.7", "a1f-2b", 20012, None)),
+        (AWS_BATCH_MAIN, ("AWS Batch", 3, 0, socket.gethostname(), "a1f-2b", 20012, None)),
+        (LWS, ("LeaderWorkerSet", 4, 2, "train-0.train.default", None, None, None)),
     ],
 )
 def test_what_a_launch_takes_from_the_scheduler(variables, says):

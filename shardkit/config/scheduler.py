@@ -41,7 +41,8 @@ def scheduler(variables: Mapping[str, str] | None = None) -> Scheduler | None:
     ConfigError where the number of machines is invalid.
     """
     variables = env.copy() if variables is None else variables
-    for read in (_skypilot, _sagemaker, _vertex, _torchrun, _mpirun, *AROUND_MPIRUN, _kubernetes):
+    first = (_skypilot, _sagemaker, _vertex, _aws_batch, _torchrun, _mpirun, *AROUND_MPIRUN)
+    for read in (*first, _leader_worker_set, _kubernetes):
         found = read(variables)
         if found is not None:
             return found
@@ -106,6 +107,32 @@ def _vertex(variables: Mapping[str, str]) -> Scheduler | None:
     rank = sum(map(len, pools[:pool])) + index
     job = variables.get("CLOUD_ML_JOB_ID")
     return Scheduler("Vertex AI", sum(map(len, pools)), rank, host or None, job, number_in(port))
+
+
+def _aws_batch(variables: Mapping[str, str]) -> Scheduler | None:
+    """A multi-node parallel job: all nodes but the main one have its address.
+
+    https://docs.aws.amazon.com/batch/latest/userguide/mnp-env-vars.html
+    """
+    machines, index = number(variables, "AWS_BATCH_JOB_NUM_NODES"), number(variables, "AWS_BATCH_JOB_NODE_INDEX")
+    if not machines or index is None:
+        return None
+    rank = (index - (number(variables, "AWS_BATCH_JOB_MAIN_NODE_INDEX") or 0)) % machines
+    main = variables.get("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS") or (socket.gethostname() if not rank else None)
+    job = variables.get("AWS_BATCH_JOB_ID", "").partition("#")[0]  # then comes the node's index
+    return Scheduler("AWS Batch", machines, rank, main, job or None, port_of(job) if job else None)
+
+
+def _leader_worker_set(variables: Mapping[str, str]) -> Scheduler | None:
+    """A group of pods, each with its number in the group. A job controller's own variables come before these.
+
+    https://lws.sigs.k8s.io/docs/reference/labels-annotations-and-environment-variables
+    """
+    if "LWS_GROUP_SIZE" not in variables:
+        return None
+    machines, rank = number(variables, "LWS_GROUP_SIZE") or 1, number(variables, "LWS_WORKER_INDEX")
+    port = number(variables, "MASTER_PORT")
+    return Scheduler("LeaderWorkerSet", machines, rank, variables.get("LWS_LEADER_ADDRESS"), None, port)
 
 
 def _torchrun(variables: Mapping[str, str]) -> Scheduler | None:

@@ -210,7 +210,7 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """The prepared optimizer of a model that is prepared now or later. `device_placement` has no effect: the state
-        is on the device of its parameters. Collective."""
+        is where its parameters are, or in host memory (`shardkit.offload_optimizer`). Collective."""
         return self.prepare(optimizer)
 
     def prepare_data_loader(
