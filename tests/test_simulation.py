@@ -102,6 +102,7 @@ def test_the_closed_form_agrees_within_five_percent(strategy):
     [
         *(("sgd", 0), ("momentum", 4), ("adagrad", 12), ("rmsprop", 8), ("lion", 8), ("sgd-schedulefree", 4)),
         *(("nadam", 12), ("radam", 12), ("adamax", 12), ("adadelta", 16), ("AdamW_ScheduleFree", 12)),
+        *(("rprop", 12), ("asgd", 8)),
     ],
 )
 def test_the_closed_form_knows_what_a_step_makes(optimizer, per_parameter, strategy):
@@ -110,7 +111,8 @@ def test_the_closed_form_knows_what_a_step_makes(optimizer, per_parameter, strat
     memory, _ = simulated(asked)
     for found in (memory, row(asked).estimate.memory):
         step = in_step(found)
-        assert step.optimizer_state == pytest.approx(step.parameters * per_parameter // 4, rel=0.01, abs=1000)
+        exact = 0.07 if optimizer == "rprop" else 0.01  # of its largest tensor also what `torch.where` makes
+        assert step.optimizer_state == pytest.approx(step.parameters * per_parameter // 4, rel=exact, abs=1000)
         assert step.activations == pytest.approx(4 * (asked.batch_size or 0) * 64 * 500, rel=0.01)  # logits, held
 
 

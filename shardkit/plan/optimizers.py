@@ -95,10 +95,10 @@ def _factored(shape: Shape) -> int:
 
 
 # torch.optim's documentation of each: sgd keeps a buffer only with momentum; Adam and AdamW the first and second
-# moment (https://arxiv.org/abs/1412.6980); Adagrad and RMSprop the second only; Lion the first only
-# (https://arxiv.org/abs/2302.06675); Adafactor factors the second (https://arxiv.org/abs/1804.04235); Muon the first
-# (https://kellerjordan.github.io/posts/muon); schedule-free ones the point z, AdamW's the second moment too
-# (https://github.com/facebookresearch/schedule_free).
+# moment (https://arxiv.org/abs/1412.6980); Adagrad and RMSprop the second only; Rprop the last gradient and step sizes;
+# ASGD the average; Lion the first moment only (https://arxiv.org/abs/2302.06675); Adafactor factors the second
+# (https://arxiv.org/abs/1804.04235); Muon the first (https://kellerjordan.github.io/posts/muon); schedule-free ones the
+# point z, AdamW's the second moment too (https://github.com/facebookresearch/schedule_free).
 STATE: dict[str, Callable[[Shape], int]] = {
     "sgd": _none,
     "momentum": _one,
@@ -113,6 +113,8 @@ STATE: dict[str, Callable[[Shape], int]] = {
     "radam": _two,
     "adamax": _two,
     "adadelta": _two,
+    "rprop": _two,
+    "asgd": _one,
     "adamwschedulefree": _two,
     "sgdschedulefree": _one,
 }
@@ -131,6 +133,8 @@ _MADE_IN_STEP = {
     "radam": 1,
     "adamax": 1,
     "adadelta": 2,
+    "rprop": 1,
+    "asgd": 1,
     "adamwschedulefree": 1,
 }
 

@@ -39,6 +39,8 @@ def optimizer_factory(name: str, kinds: Mapping[str, str] | None = None) -> Opti
         "nadam": (torch.optim.NAdam, {}),
         "radam": (torch.optim.RAdam, {}),
         "adamax": (torch.optim.Adamax, {}),
+        "rprop": (torch.optim.Rprop, {}),
+        "asgd": (torch.optim.ASGD, {}),
         "adadelta": (torch.optim.Adadelta, {}),
         # schedule_free is no dependency; these keep and make as much.
         "adamwschedulefree": (torch.optim.NAdam, {}),
