@@ -201,7 +201,7 @@ def test_block_classes_are_typed_where_there_is_no_model(folder, capsys):
 @pytest.mark.slow
 def test_the_checkbox_of_classes_takes_space(folder):
     (folder / "my_model.py").write_text(MODEL)
-    menu = "3" + ENTER + DOWN + DOWN + ENTER
+    menu = "3" + ENTER + DOWN * 3 + ENTER
     keys = ENTER * 3 + "1" + ENTER + ENTER + menu + DOWN + " " + ENTER + BACK + ENTER
     assert talk(keys, model="my_model:build") == 0
     assert saved(folder)["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "Layer,Sequential"
