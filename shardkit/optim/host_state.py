@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,17 +20,14 @@ from shardkit.distributed.tensors import is_dtensor, local_part, sharded_like
 from shardkit.optim import division
 from shardkit.optim.kernels import parameters_of
 from shardkit.optim.parts import is_row
+from shardkit.optim.plain_step import Stepper
 from shardkit.optim.step_hooks import step_in_chunks, with_parameters
-
-
-class Step(Protocol):
-    def step(self, closure: Callable[[], Any] | None = None) -> Any: ...
 
 
 class StepWithState:
     """A step for which the whole state is copied to the device."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, inner: Step) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, inner: Stepper) -> None:
         self._optimizer, self._inner = optimizer, inner
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -129,7 +126,7 @@ def _is_kept_on_host(value: Any) -> bool:
 
 
 def _can_hold(home: torch.Tensor, part: torch.Tensor) -> bool:
-    """Whether it can take the values; one that a checkpoint was loaded into is not pinned."""
+    """Whether it can take the values; one that the script has put there may not be pinned."""
     return (home.shape, home.dtype, home.is_pinned()) == (part.shape, part.dtype, can_pin_for(part))
 
 

@@ -1,4 +1,4 @@
-"""Steps of optimizers that run unchanged, on plain or sharded parameters."""
+"""Steps of optimizers that run unchanged, on plain or sharded parameters, and the protocol of every step."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ import torch
 
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.optim.kernels import kind_of
+
+
+class Stepper(Protocol):
+    """How one optimizer steps."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; returns the closure's result. Collective where whole tensors are needed."""
 
 
 class PlainStep:

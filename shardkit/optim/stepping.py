@@ -14,7 +14,6 @@ Outside of the step the param groups hold the model's parameters, and the state 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import torch
 
@@ -25,7 +24,7 @@ from shardkit.optim.host_state import StepInChunks, StepWithState
 from shardkit.optim.kernels import ELEMENTWISE, choose_kernels, kind_of, parameters_of
 from shardkit.optim.local_step import LocalStep
 from shardkit.optim.muon_step import MuonStep, can_divide
-from shardkit.optim.plain_step import Operations, PlainStep, ShardedStep
+from shardkit.optim.plain_step import Operations, PlainStep, ShardedStep, Stepper
 from shardkit.optim.whole_step import WholeStep
 
 # Each update needs one whole tensor, and no other.
@@ -35,13 +34,6 @@ OF_REPLICAS = (
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer",
     "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer",
 )
-
-
-class Stepper(Protocol):
-    """How one optimizer steps."""
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; returns the closure's result. Collective where whole tensors are needed."""
 
 
 def stepper_of(optimizer: torch.optim.Optimizer, operations: Callable[[], Operations] | None = None) -> Stepper:

@@ -17,7 +17,8 @@ from shardkit.config.schema import Config
 from shardkit.distributed.process import Process
 from shardkit.distributed.tensors import every_parameter
 from shardkit.errors import ModelError
-from shardkit.optim.stepping import Stepper, stepper_of
+from shardkit.optim.plain_step import Stepper
+from shardkit.optim.stepping import stepper_of
 from shardkit.plan.averages import Ema
 from shardkit.plan.batches import LossFunction
 from shardkit.plan.memory_tracker import MemoryTracker

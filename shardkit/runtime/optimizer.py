@@ -13,9 +13,9 @@ from shardkit.log import get_logger
 from shardkit.optim.clip import are_mixed, multiply_gradients_, zero_gradients_
 from shardkit.optim.host_state import move_to_host
 from shardkit.optim.kernels import forget_choice, parameters_of
-from shardkit.optim.plain_step import Operations, PlainStep
+from shardkit.optim.plain_step import Operations, PlainStep, Stepper
 from shardkit.optim.rebind import same_objects
-from shardkit.optim.stepping import Stepper, stepper_of
+from shardkit.optim.stepping import stepper_of
 from shardkit.runtime.eager import eager
 from shardkit.runtime.forwarding import Forwarding
 from shardkit.runtime.steps.accumulate import NEVER, Accumulation
