@@ -1,6 +1,7 @@
 """Posts this rank's phase and step, so that the launcher can detect hangs and name the rank that stopped first.
 
 progress.post("backward", step)      cheap (microseconds), from the main thread; does nothing when not launched
+progress.begin_loop()                a loop over a loader begins
 with progress.paused("pause", step)  inside, the launcher's hang detection is off
 progress.leave("done", step)         hang detection is off from here on
 progress.committed(step)             a checkpoint is committed; restarts continue while this grows
@@ -26,6 +27,14 @@ def post(phase: str, step: int | None = None) -> None:
     writer = _writer()
     if writer is not None:
         writer.post(phase, step, is_watched=not _pauses)
+
+
+def begin_loop() -> None:
+    """A loop over a loader begins. Not the first of a script, whose first batch may be long in coming: the launcher's
+    hang clock starts with that."""
+    writer = _writer()
+    if writer is not None and writer.phase != "starting":
+        post("data")
 
 
 @contextmanager

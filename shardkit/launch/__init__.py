@@ -3,7 +3,8 @@ hangs.
 
 before the start   flags, preflight, spec, environment, names; declining, where a machine cannot come
 one launch         attempts, restarts, folders, signals
-ranks              ranks, start_methods, forking, preloaded, processes, output; in each rank: bootstrap, rank_files
+ranks              ranks, start_methods, forking, preloaded, processes, output, time_use; in each rank: bootstrap,
+                   rank_files, phase_clock
 machines           meeting, stores, store_client, connectivity, addresses, ports
 an elastic run     generations, membership, rosters
 failures, hangs    diagnosis, failure; monitor, hangs, stacks

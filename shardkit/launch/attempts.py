@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from shardkit import env, errors, open_files
 from shardkit.config import files
 from shardkit.errors import EXIT_PREEMPTED, HangError, MachineError, Preempted, RankFailure, ShardkitError
-from shardkit.launch import declining, diagnosis, folders, hangs, names, rank_files, signals, start_methods
+from shardkit.launch import declining, diagnosis, folders, hangs, names, rank_files, signals, start_methods, time_use
 from shardkit.launch.diagnosis import RankOutcome
 from shardkit.launch.hangs import HangRow
 from shardkit.launch.monitor import CTRL_C_S, Monitor
@@ -116,7 +116,8 @@ def around(spec: LaunchSpec) -> Iterator[tuple[Start, Path]]:
             if spec.launch.min_machines is None or spec.has_number:
                 stack.enter_context(folders.held(log_dir, spec.machine_rank))
             stack.enter_context(native_words_in(log_dir, spec))
-        yield start, log_dir
+        with time_use.told(log_dir, say):
+            yield start, log_dir
         world = "" if spec.launch.min_machines else f"{counted(spec.world_size, 'rank')}, "
         say(f"done in {_duration(time.monotonic() - began_s)}, {world}exit 0")
 
@@ -176,10 +177,14 @@ def attempted(
                 folder, log_dir, spec.ranks_here, len(str(spec.world_size - 1)), spec.shown_ranks, spec.has_prefix
             )
             output.start()
+        began_s, is_failed = time.monotonic(), True
         try:
             attempt = run_once(spec, start, machines, folder, log_dir, restart)
+            is_failed = any(outcome.exit_code not in (0, EXIT_PREEMPTED) for outcome in attempt.outcomes)
         finally:
             output.close()
+            ranks = rank_files.read_progress(folder).values()
+            time_use.record(log_dir, spec.machine_rank, time_use.attempt(ranks, began_s, restart, is_failed))
         if attempt.has_failed:
             return attempt, error_of(attempt, spec, output)
         is_configured = any(rank.is_configured for rank in rank_files.read_progress(folder).values())

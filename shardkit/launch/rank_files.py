@@ -12,7 +12,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-_PROGRESS = struct.Struct("=iii256sqd?q?")
+from shardkit.launch.phase_clock import KINDS, PhaseClock
+
+_PROGRESS = struct.Struct(f"=iii256sqd?q?{2 * len(KINDS)}d")
 """The fields of RankProgress in its file, whose size never changes: a reader never sees a truncated one."""
 
 
@@ -30,6 +32,10 @@ class RankProgress:
     is_watched: bool = False
     committed_step: int = -1
     is_configured: bool = False
+    spent_s: tuple[float, ...] = (0.0,) * len(KINDS)
+    """By kind of work, up to the present phase's beginning."""
+    kept_s: tuple[float, ...] = (0.0,) * len(KINDS)
+    """Of these, what came before the newest complete checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -58,23 +64,31 @@ class ProgressWriter:
         finally:
             os.close(descriptor)
         self._rank, self._local_rank = rank, local_rank
-        self._present = (b"starting", 0, time.monotonic(), False)
+        began_s = time.monotonic()
+        self._present = (b"starting", 0, began_s, False)
+        self._clock = PhaseClock(began_s)
         self._committed = -1
         self._is_configured = False
         self._lock = threading.Lock()  # a background save reports its commit from a thread
+
+    @property
+    def phase(self) -> str:
+        return self._present[0].decode(errors="replace")
 
     def post(self, phase: str, step: int | None, is_watched: bool = True) -> None:
         """Set phase and step (None: as it is). The time without progress is counted from this call."""
         with self._lock:
             step = self._present[1] if step is None else step
-            name = phase[:64].encode(errors="replace")  # maybe 64 emoji, of four bytes each
-            self._present = (name, step, time.monotonic(), is_watched)
+            name, now_s = phase[:64].encode(errors="replace"), time.monotonic()  # maybe 64 emoji, of four bytes each
+            self._present = (name, step, now_s, is_watched)
+            self._clock.enter(phase, step, now_s)
             self._write()
 
     def committed(self, step: int) -> None:
         """Set the step of the newest committed checkpoint. Phase and step stay unchanged."""
         with self._lock:
             self._committed = step
+            self._clock.committed(step)
             self._write()
 
     def configured(self) -> None:
@@ -85,7 +99,8 @@ class ProgressWriter:
 
     def _write(self) -> None:
         who = (self._rank, self._local_rank, os.getpid())
-        self._bytes[:] = _PROGRESS.pack(*who, *self._present, self._committed, self._is_configured)
+        times = (*self._clock.spent, *self._clock.kept)
+        self._bytes[:] = _PROGRESS.pack(*who, *self._present, self._committed, self._is_configured, *times)
 
 
 def private(path: str, flags: int) -> int:
@@ -118,10 +133,13 @@ def _read_one(path: Path) -> RankProgress | None:
             record = path.read_bytes()
             if record != path.read_bytes():
                 continue
-            rank, local_rank, pid, phase, *rest = _PROGRESS.unpack(record)
+            fields = _PROGRESS.unpack(record)
         except (OSError, struct.error):  # struct.error: it is being created
             return None
-        return RankProgress(rank, local_rank, pid, phase.rstrip(b"\0").decode(errors="replace"), *rest) if pid else None
+        rank, local_rank, pid, phase, *present = fields[: -2 * len(KINDS)]
+        times = fields[-2 * len(KINDS) : -len(KINDS)], fields[-len(KINDS) :]
+        name = phase.rstrip(b"\0").decode(errors="replace")
+        return RankProgress(rank, local_rank, pid, name, *present, *times) if pid else None
     return None
 
 

@@ -106,7 +106,7 @@ def _loaded(run: Run, session: SaveSession, loaded: LoadedState) -> Place:
         )
     _warn_of_another_batch(run, loaded)
     run.loads += 1
-    progress.post("data", record.step)
+    progress.post("loaded", record.step)
     if run.process.rank == 0:
         log.info("checkpoint: loaded step %d from %s", record.step, loaded.checkpoint.path)
         nan.warn(loaded.checkpoint.path, record, "loaded")
