@@ -136,10 +136,10 @@ def _read_one(path: Path) -> RankProgress | None:
             fields = _PROGRESS.unpack(record)
         except (OSError, struct.error):  # struct.error: it is being created
             return None
-        rank, local_rank, pid, phase, *present = fields[: -2 * len(KINDS)]
-        times = fields[-2 * len(KINDS) : -len(KINDS)], fields[-len(KINDS) :]
-        name = phase.rstrip(b"\0").decode(errors="replace")
-        return RankProgress(rank, local_rank, pid, name, *present, *times) if pid else None
+        rank, local_rank, pid, phase, *rest = fields[: -2 * len(KINDS)]
+        spent_s, kept_s = fields[-2 * len(KINDS) : -len(KINDS)], fields[-len(KINDS) :]
+        values = (rank, local_rank, pid, phase.rstrip(b"\0").decode(errors="replace"), *rest, spent_s, kept_s)
+        return RankProgress(*values) if pid else None
     return None
 
 
