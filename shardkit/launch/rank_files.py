@@ -14,7 +14,9 @@ from pathlib import Path
 
 from shardkit.launch.phase_clock import KINDS, PhaseClock
 
-_PROGRESS = struct.Struct(f"=iii256sqd?q?{2 * len(KINDS)}d")
+_PRESENT = struct.Struct("=iii256sqd?q?")
+_TIMES = struct.Struct(f"={len(KINDS)}d")
+_PROGRESS_BYTES = _PRESENT.size + 2 * _TIMES.size
 """The fields of RankProgress in its file, whose size never changes: a reader never sees a truncated one."""
 
 
@@ -59,8 +61,8 @@ class ProgressWriter:
         path = progress_path(folder, rank)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            reserve(descriptor, _PROGRESS.size)
-            self._bytes = mmap.mmap(descriptor, _PROGRESS.size)
+            reserve(descriptor, _PROGRESS_BYTES)
+            self._bytes = mmap.mmap(descriptor, _PROGRESS_BYTES)
         finally:
             os.close(descriptor)
         self._rank, self._local_rank = rank, local_rank
@@ -89,6 +91,7 @@ class ProgressWriter:
         with self._lock:
             self._committed = step
             self._clock.committed(step)
+            self._bytes[-_TIMES.size :] = _TIMES.pack(*self._clock.kept)
             self._write()
 
     def configured(self) -> None:
@@ -99,8 +102,8 @@ class ProgressWriter:
 
     def _write(self) -> None:
         who = (self._rank, self._local_rank, os.getpid())
-        times = (*self._clock.spent, *self._clock.kept)
-        self._bytes[:] = _PROGRESS.pack(*who, *self._present, self._committed, self._is_configured, *times)
+        present = _PRESENT.pack(*who, *self._present, self._committed, self._is_configured)
+        self._bytes[: -_TIMES.size] = present + _TIMES.pack(*self._clock.spent)
 
 
 def private(path: str, flags: int) -> int:
@@ -133,12 +136,11 @@ def _read_one(path: Path) -> RankProgress | None:
             record = path.read_bytes()
             if record != path.read_bytes():
                 continue
-            fields = _PROGRESS.unpack(record)
+            rank, local_rank, pid, phase, *rest = _PRESENT.unpack_from(record)
+            times = (_TIMES.unpack_from(record, _PRESENT.size), _TIMES.unpack_from(record, _PRESENT.size + _TIMES.size))
         except (OSError, struct.error):  # struct.error: it is being created
             return None
-        rank, local_rank, pid, phase, *rest = fields[: -2 * len(KINDS)]
-        spent_s, kept_s = fields[-2 * len(KINDS) : -len(KINDS)], fields[-len(KINDS) :]
-        values = (rank, local_rank, pid, phase.rstrip(b"\0").decode(errors="replace"), *rest, spent_s, kept_s)
+        values = (rank, local_rank, pid, phase.rstrip(b"\0").decode(errors="replace"), *rest, *times)
         return RankProgress(*values) if pid else None
     return None
 
