@@ -243,7 +243,7 @@ def test_what_is_none_is_said_so(tmp_path, capsys):
     assert run(["checkpoint", "convert", str(tmp_path / "no"), "-o", str(tmp_path / "out")]) == EXIT_CHECKPOINT
     assert "no such folder; give the folder that save_state made." in capsys.readouterr().err
     assert run(["checkpoint", "convert", str(tmp_path), "-o", str(tmp_path / "out")]) == EXIT_CHECKPOINT
-    assert "is not a checkpoint of Accelerate or torch.distributed.checkpoint" in capsys.readouterr().err
+    assert "is not a checkpoint of Accelerate, torch.distributed.checkpoint or DeepSpeed" in capsys.readouterr().err
 
 
 def one_step(optimizer=None, **settings):

@@ -276,7 +276,9 @@ def convert(
     source: Annotated[
         Path,
         typer.Argument(
-            parser=_on_disk, metavar="SOURCE", help="A folder of Accelerate's save_state or torch's dcp.save."
+            parser=_on_disk,
+            metavar="SOURCE",
+            help="A folder of Accelerate's save_state, torch's dcp.save or DeepSpeed's save_checkpoint.",
         ),
     ],
     output: Annotated[

@@ -29,7 +29,7 @@ A configuration file of Accelerate works unchanged: `shardkit launch --config ac
 [configure](how-to/configure.md). In a command line, write `shardkit launch --as-accelerate` for `accelerate launch`:
 its flags are read (`--config_file`, `--num_processes`, `--use_fsdp`, `--fsdp_...`), and so are torchrun's. A training
 state that Accelerate saved is converted by `shardkit checkpoint convert FOLDER -o checkpoints`, see
-[checkpoints](how-to/checkpoints.md#go-on-with-a-run-of-accelerate).
+[checkpoints](how-to/checkpoints.md#go-on-with-a-run-of-accelerate-or-deepspeed).
 """
 
 TRAINER = """## The Transformers Trainer

@@ -2,5 +2,5 @@
 pin use `loading/locate`, `files/verify` and `saving/retention`.)
 
 ours          compare, describe, merge, prune
-others'       convert, dcp, foreign_files, foreign_optimizers
+others'       convert; dcp, foreign_files, foreign_optimizers, zero
 """

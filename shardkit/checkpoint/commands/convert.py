@@ -1,10 +1,11 @@
-"""Converts a training state that Accelerate or torch.distributed.checkpoint saved into a shardkit checkpoint.
+"""Converts a training state of Accelerate, torch.distributed.checkpoint or DeepSpeed into a shardkit checkpoint.
 
     sharded    pytorch_model_fsdp_0/, optimizer_0/             folders of torch.distributed.checkpoint
     full       pytorch_model_fsdp.bin, optimizer.bin           written by one process
     DDP        model.safetensors or pytorch_model.bin, optimizer.bin with numbers instead of names
+    ZeRO       a folder of DeepSpeed's save_checkpoint (`zero.py`)
 
-and in each case scheduler.bin, scaler.pt and custom_checkpoint_N.pkl. Pickled files are opened with torch's
+and of Accelerate scheduler.bin, scaler.pt and custom_checkpoint_N.pkl. Pickled files are opened with torch's
 weights-only unpickler, or refused. The notes list what the source does not contain.
 """
 
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from shardkit import values
-from shardkit.checkpoint.commands import dcp, foreign_files, foreign_optimizers
+from shardkit.checkpoint.commands import dcp, foreign_files, foreign_optimizers, zero
 from shardkit.checkpoint.commands.dcp import LazyTensor
 from shardkit.checkpoint.files import folder, manifest
 from shardkit.checkpoint.files.layout import Index, Mesh, TensorEntry, section_name
@@ -69,6 +70,8 @@ class _Found:
     optimizers: list[dict[str, Any]]
     objects: dict[str, Any]
     notes: list[str]
+    step: int = 0
+    """0: to be found in the optimizer's state."""
 
 
 def convert(
@@ -91,7 +94,7 @@ def convert(
             for number, state in enumerate(found.optimizers)
         ]
         if step is None:
-            step = foreign_optimizers.steps_made(named)
+            step = found.step or foreign_optimizers.steps_made(named)
             if not step:
                 found.notes.append("its step is unknown; saved as step 0: set it with --step")
         captured = _captured(found, named, step, source)
@@ -138,6 +141,8 @@ def _find(source: Path, weights_only: bool) -> _Found:
         raise CheckpointError(f"convert: {source}: {wrong}; give the folder that save_state made{also}.")
     if dcp.is_dcp(source):
         found = _bare(source, weights_only)
+    elif zero.is_zero(source):
+        found = _of_deepspeed(source, weights_only)
     elif weights_only:
         found = _Found(_models(source), [], {}, [_NO_POSITION])
     else:
@@ -148,8 +153,9 @@ def _find(source: Path, weights_only: bool) -> _Found:
         if _is_own(source):
             raise CheckpointError(f"convert: {source}: is shardkit's own; load it with resume() or load_state().")
         raise CheckpointError(
-            f"convert: {source}: is not a checkpoint of Accelerate or torch.distributed.checkpoint (no "
-            f"pytorch_model_fsdp_0, pytorch_model_fsdp.bin, model.safetensors or .metadata); give the folder of one."
+            f"convert: {source}: is not a checkpoint of Accelerate, torch.distributed.checkpoint or DeepSpeed (no "
+            "pytorch_model_fsdp_0, pytorch_model_fsdp.bin, model.safetensors, .metadata, mp_rank_00_model_states.pt); "
+            "give the folder of one."
         )
     found.notes.append(_NO_RANDOM)
     return found
@@ -170,6 +176,18 @@ def _bare(source: Path, weights_only: bool) -> _Found:
         optimizers=[foreign_optimizers.in_parts(dcp.loaded(optimizer), source)] if optimizer else [],
         objects={},
         notes=[f"not converted: {', '.join(left)}"] if left else [],
+    )
+
+
+def _of_deepspeed(source: Path, weights_only: bool) -> _Found:
+    state = zero.read(source, weights_only)
+    beside = {} if weights_only else _objects(source)  # where Accelerate called DeepSpeed
+    return _Found(
+        models=[_only_tensors(state.model, source)],
+        optimizers=[foreign_optimizers.in_parts(state.optimizer, source)] if state.optimizer else [],
+        objects=beside | ({"scheduler.0": state.scheduler} if state.scheduler else {}),
+        notes=[_NO_POSITION, *state.notes],
+        step=state.step,
     )
 
 

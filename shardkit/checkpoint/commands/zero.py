@@ -1,0 +1,233 @@
+"""Reads a checkpoint of DeepSpeed, of ZeRO stages 0 to 3, without executing code from it.
+
+    latest                                      the tag of the newest, in the folder above
+    mp_rank_00_model_states.pt                  stages 0 to 2: names, shapes, buffers
+    zero_pp_rank_R_mp_rank_00_model_states.pt   stage 3: the same, by rank
+    ..zero_pp_rank_R_mp_rank_00_optim_states.pt rank R's part of the weights in fp32, and of the optimizer's state
+
+Stages 1 and 2 join a param group's parameters, in their order, to one vector, of which rank R has part R. Stage 3 gives
+rank R part R of every parameter, padded to equal parts. The files are opened with torch's weights-only unpickler, which
+makes plain objects of DeepSpeed's own classes.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardkit.checkpoint.commands import dcp
+from shardkit.checkpoint.commands.dcp import LazyTensor
+from shardkit.errors import CheckpointCorrupted, CheckpointError
+from shardkit.wording import first_few
+
+_MODEL = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"\w*zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")
+_CLASSES = (
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+# What a file of model states has beside the script's own `client_state`.
+_OF_DEEPSPEED = {
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+    "csr_tensor_module_names", "skipped_steps", "global_steps", "global_samples", "micro_steps", "dp_world_size",
+    "mp_world_size", "ds_config", "ds_version", "ds_autoep_layers", "checkpoint_parallel_dimensions",
+}  # fmt: skip
+
+
+@dataclass
+class ZeroState:
+    """`optimizer` as torch's state_dict, with names in place of numbers but for stage 0."""
+
+    step: int
+    model: dict[str, Any]
+    optimizer: dict[str, Any] | None
+    scheduler: dict[str, Any] | None
+    notes: list[str] = field(default_factory=list)
+
+
+class _Plain:
+    """Stands in for a class of DeepSpeed's."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+
+def is_zero(folder: Path) -> bool:
+    """Whether DeepSpeed saved this folder, or names one in it as its latest."""
+    return bool(_numbered(_tagged(folder), _MODEL))
+
+
+def read(folder: Path, weights_only: bool) -> ZeroState:
+    """The state, with a LazyTensor for each part. CheckpointError where it is of another kind, or incomplete."""
+    folder = _tagged(folder)
+    where = f"convert: {folder}"
+    models = [_load(path) for path in _in_order(folder, _numbered(folder, _MODEL), where)]
+    first = models[0]
+    if not isinstance(first.get("module"), dict):
+        raise CheckpointError(f"{where}: has no weights of a whole model (pipeline parallel?); {_BY_DEEPSPEED}")
+    model, optimizer, notes = dict(first["module"]), first.get("optimizer"), []
+    if files := _in_order(folder, _numbered(folder, _OPTIMIZER), where):
+        parts = _Parts(first["param_shapes"], [_part_of(path) for path in files], where)
+        model |= _weights(models, parts)
+        model |= {name: model[of] for name, of in first.get("shared_params", {}).items() if of in model}
+        optimizer = None if weights_only else parts.optimizer()
+        if absent := [name for name, value in model.items() if parts.is_stage_3 and tuple(value.shape) == (0,)]:
+            notes.append(f"not in it, as tied to another, or neither trained nor frozen: {first_few(absent, 4)}")
+            model = {name: value for name, value in model.items() if name not in absent}
+    scheduler = first.get("lr_scheduler")
+    if isinstance(scheduler, dict) and "last_epoch" not in scheduler:
+        notes.append("its scheduler is DeepSpeed's own, and not converted: make torch's at this step")
+        scheduler = None
+    if left := sorted(str(name) for name in first.keys() - _OF_DEEPSPEED):
+        notes.append(f"not converted, of the script's client_state: {first_few(left, 8)}")
+    if weights_only:
+        optimizer = scheduler = None
+    return ZeroState(int(first.get("global_steps", 0)), model, optimizer, scheduler, notes)
+
+
+_BY_DEEPSPEED = "write the weights with DeepSpeed's zero_to_fp32.py, and load those before prepare()."
+
+
+def _tagged(folder: Path) -> Path:
+    """The folder that `latest` names; without one the folder itself."""
+    try:
+        tag = (folder / "latest").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return folder
+    return folder / tag if re.fullmatch(r"[\w.\-]+", tag) else folder
+
+
+def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, int, Path]]:
+    """(tensor-parallel part, rank, file) of those whose names match."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    found = ((pattern.fullmatch(path.name), path) for path in paths)
+    return sorted((int(match["part"]), int(match["rank"] or 0), path) for match, path in found if match)
+
+
+def _in_order(folder: Path, files: Sequence[tuple[int, int, Path]], where: str) -> list[Path]:
+    """By rank. CheckpointError for several parts of a layer, experts in files of their own, or a missing rank."""
+    if any(part for part, _, _ in files):
+        raise CheckpointError(f"{where}: is tensor parallel (got {files[-1][2].name}); {_BY_DEEPSPEED}")
+    if experts := sorted(path.name for path in folder.glob("*expert_*_model_states.pt")):
+        raise CheckpointError(f"{where}: has experts of its own on each rank (got {experts[0]}); {_BY_DEEPSPEED}")
+    if [rank for _, rank, _ in files] != list(range(len(files))):
+        names = first_few([path.name for _, _, path in files], 4)
+        raise CheckpointError(f"{where}: files of ranks are missing (got {names}); copy all from their source.")
+    return [path for _, _, path in files]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    stand_ins: list[Any] = [(type(name.rpartition(".")[2], (_Plain,), {}), name) for name in _CLASSES]
+    with torch.serialization.safe_globals(stand_ins):
+        found = dcp.load_plain(path, f"convert: {path}", mmap=True)
+    if not isinstance(found, dict):
+        raise CheckpointCorrupted(f"convert: {path}: not a dict (got {type(found).__name__}); it is damaged.")
+    return found
+
+
+def _part_of(path: Path) -> dict[str, Any]:
+    """A rank's part of the optimizer. CheckpointError where the run did not partition it."""
+    found = _load(path).get("optimizer_state_dict")
+    if not isinstance(found, dict) or not {"single_partition_of_fp32_groups", "fp32_flat_groups"} & found.keys():
+        raise CheckpointError(f"convert: {path}: has no weights of ZeRO's stages 1 to 3; {_BY_DEEPSPEED}")
+    return found
+
+
+class _Parts:
+    """The parts of all ranks, and where each trained parameter is in them."""
+
+    def __init__(self, shapes: Sequence[Mapping[str, Sequence[int]]], ranks: list[dict[str, Any]], where: str) -> None:
+        """`shapes`: of the parameters of each param group."""
+        self._shapes, self._ranks, self._where = shapes, ranks, where
+        self.is_stage_3 = "fp32_flat_groups" in ranks[0]
+        self._paddings: list[list[int]] | None = ranks[0].get("param_alignment_paddings")
+        """Elements after each parameter of a group, in versions that align them (stages 1 and 2)."""
+        counts = ranks[0].get("partition_count")
+        if (found := max(counts) if isinstance(counts, list) else counts) != len(ranks):
+            raise CheckpointError(f"{where}: files of ranks are missing (got {len(ranks)} of {found}); copy all.")
+
+    def weights(self) -> dict[str, LazyTensor]:
+        name = "fp32_flat_groups" if self.is_stage_3 else "single_partition_of_fp32_groups"
+        return self._tensors([rank[name] for rank in self._ranks])
+
+    def optimizer(self) -> dict[str, Any]:
+        """As torch's state_dict, with names for numbers."""
+        name = "optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state"
+        states: list[Any] = [rank.get(name) for rank in self._ranks]
+        if not all(isinstance(state, dict) and "param_groups" in state for state in states):
+            raise CheckpointError(
+                f"{self._where}: its optimizer's state has another form (an elastic checkpoint?); convert only the "
+                "model with --weights-only."
+            )
+        rows = [[state["state"].get(number, {}) for number in range(len(state["state"]))] for state in states]
+        settings, first = states[0]["param_groups"], rows[0][0] if rows[0] else {}
+        if len(settings) != len(self._shapes):
+            raise CheckpointError(
+                f"{self._where}: {len(settings)} param groups in the optimizer, {len(self._shapes)} in the model; "
+                "convert only the model with --weights-only."
+            )
+        state: dict[str, dict[str, Any]] = {name: {} for shapes in self._shapes for name in shapes}
+        for key, value in first.items():
+            if isinstance(value, torch.Tensor) and value.dim() == 1:
+                found: Mapping[str, Any] = self._tensors([[row[key] for row in rank] for rank in rows])
+            else:
+                found = dict.fromkeys(state, value)
+            for name in state:
+                state[name][key] = found[name]
+        groups = [{**group, "params": list(shapes)} for group, shapes in zip(settings, self._shapes, strict=True)]
+        return {"state": {name: row for name, row in state.items() if row}, "param_groups": groups}
+
+    def _tensors(self, vectors: list[list[torch.Tensor]]) -> dict[str, LazyTensor]:
+        """{name: tensor} of all trained parameters. `vectors`: of each rank, by group or sub-group."""
+        found: dict[str, LazyTensor] = {}
+        offset = 0
+        for number, shapes in enumerate(self._shapes):
+            pieces = [] if self.is_stage_3 else [rank[number] for rank in vectors]
+            offset = offset if self.is_stage_3 else 0
+            for place, (name, shape) in enumerate(shapes.items()):
+                where, count = f"{self._where}: {name}", prod(shape)
+                if self.is_stage_3:
+                    each = -(-count // len(vectors))
+                    cuts = [cut for rank in vectors for cut in _cut(rank, offset, each, where)]
+                    offset += each
+                else:
+                    cuts = _cut(pieces, offset, count, where)
+                    offset += count + (self._paddings[number][place] if self._paddings else 0)
+                found[name] = _tensor(cuts, shape)
+        return found
+
+
+def _weights(models: Sequence[Mapping[str, Any]], parts: _Parts) -> dict[str, Any]:
+    """Trained and frozen parameters."""
+    found: dict[str, Any] = dict(parts.weights())
+    for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
+        found[name] = _tensor([model["frozen_param_fragments"][name].flatten() for model in models], shape)
+    return found
+
+
+def _cut(pieces: Sequence[torch.Tensor], start: int, count: int, where: str) -> list[torch.Tensor]:
+    """Elements start to start + count of the vector that the pieces are, one after the other."""
+    cuts, end = [], start + count
+    for piece in pieces:
+        size = piece.numel()
+        if start < size and end > 0:
+            cuts.append(piece[max(0, start) : min(size, end)])
+        start, end = start - size, end - size
+    if sum(cut.numel() for cut in cuts) != count:
+        raise CheckpointCorrupted(f"{where}: is not whole in the files; they are damaged, or of several runs.")
+    return cuts
+
+
+def _tensor(cuts: Sequence[torch.Tensor], shape: Sequence[int]) -> LazyTensor:
+    """The tensor of these consecutive elements, and maybe some more at their end."""
+
+    def assemble() -> torch.Tensor:
+        return torch.cat([*cuts])[: prod(shape)].view(*shape)
+
+    return LazyTensor(cuts[0].dtype, tuple(shape), assemble)
