@@ -12,23 +12,18 @@ from typing import Any
 import torch
 
 from shardkit.distributed.tensors import local_part
-from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
+from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle, operators
 
 _aten = torch.ops.aten
-_OF_ONE = (
-    *(getattr(_aten, name).default for name in ("ravel", "quantile", "nanquantile")),
-    *(_aten.flatten.using_ints, _aten.quantile.scalar, _aten.nanquantile.scalar),
-)
-_OF_TWO = (
-    *(_aten.broadcast_tensors.default, _aten.l1_loss.default, _aten.kl_div.default, _aten.outer.default),
-    *(_aten.kron.default, _aten.fake_quantize_per_channel_affine.default),
-    *(_aten.cosine_similarity.default, _aten.pairwise_distance.default, _aten.max.other, _aten.min.other),
-    *(getattr(_aten, name).Tensor for name in ("subtract", "multiply", "divide", "true_divide", "clip")),
-    *(getattr(_aten, name).Tensor for name in ("less", "greater", "not_equal")),
-    *(getattr(_aten, f"__{i}{name}__").Tensor for i in ("", "i") for name in ("and", "or", "xor")),
+_OF_ONE = operators("ravel quantile nanquantile flatten.using_ints quantile.scalar nanquantile.scalar")
+_OF_TWO = operators(
+    "broadcast_tensors l1_loss kl_div outer kron fake_quantize_per_channel_affine cosine_similarity pairwise_distance "
+    "max.other min.other subtract.Tensor multiply.Tensor divide.Tensor true_divide.Tensor clip.Tensor less.Tensor "
+    "greater.Tensor not_equal.Tensor __and__.Tensor __or__.Tensor __xor__.Tensor __iand__.Tensor __ior__.Tensor "
+    "__ixor__.Tensor"
 )
 """One of the two may be plain."""
-_VIEWS = (_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.unsqueeze.default)
+_VIEWS = operators("t transpose.int permute unsqueeze")
 """See `handle`."""
 
 

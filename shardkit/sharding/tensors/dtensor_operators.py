@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from shardkit.distributed.tensors import outside_inference_mode
@@ -16,13 +17,19 @@ _torchs: dict[Any, Handler] = {}
 _ours: set[Any] = set()
 
 
-def handle(operators: Iterable[Any], handler: Handler) -> None:
+def operators(names: str) -> tuple[Any, ...]:
+    """The operators of ATen with these names, `mm add.Tensor`; of one without an overload the default."""
+    parts = (name.partition(".") for name in names.split())
+    return tuple(getattr(getattr(torch.ops.aten, name), overload or "default") for name, _, overload in parts)
+
+
+def handle(handled: Iterable[Any], handler: Handler) -> None:
     """Calls the handler for these operators on sharded tensors, from now on and in the whole process. Has no effect on
     a torch without handlers. An operator has one handler; that of a view runs outside of inference mode, in which torch
     cannot make one of a tensor from before."""
     handlers = getattr(DTensor._op_dispatcher, "_custom_op_handlers", None)
     if handlers is not None:
-        for operator in operators:
+        for operator in handled:
             assert operator not in _ours, operator
             _ours.add(operator)
             if operator in handlers:

@@ -7,17 +7,15 @@ enough.
 from functools import cache
 from typing import Any
 
-import torch
-
 from shardkit.distributed.tensors import is_dtensor, local_part
-from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
+from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle, operators
 from shardkit.sharding.tensors.settled import redistributed
 
 
 @cache
 def install() -> None:
     """Makes them work on each rank's part. Has an effect once per process."""
-    handle((torch.ops.aten._fused_sgd_.default, torch.ops.aten._fused_adagrad_.default), _on_parts)
+    handle(operators("_fused_sgd_ _fused_adagrad_"), _on_parts)
 
 
 def _on_parts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,42 +19,33 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.distributed.tensors import from_part, is_dtensor, local_part, own_part
 from shardkit.errors import UsageError
-from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
+from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle, operators
 from shardkit.sharding.tensors.into_plain import into_plain
 from shardkit.sharding.tensors.plain_operands import with_own_parts
 from shardkit.sharding.tensors.settled import is_pending, is_single, redistributed, settle_in_place, settled_placements
 
-_aten = torch.ops.aten
-_WITH_TENSORS = (
-    *(_aten.lerp_.Scalar, _aten.lerp_.Tensor, _aten.addcmul_.default, _aten.addcdiv_.default),
-    *(_aten.clamp_.Tensor, _aten.clamp_min_.Tensor, _aten.clamp_max_.Tensor),
-    *(_aten.pow_.Tensor, _aten.remainder_.Tensor, _aten.fmod_.Tensor),
-    *(_aten.div_.Tensor_mode, _aten.copysign_.Tensor, _aten.atan2_.default, _aten.hypot_.default),
-    *(getattr(_aten, f"logical_{name}_").default for name in ("and", "or", "xor")),
-    *(getattr(_aten, f"bitwise_{name}_").Tensor for name in ("and", "or", "xor")),
+_WITH_TENSORS = operators(
+    "lerp_.Scalar lerp_.Tensor addcmul_ addcdiv_ clamp_.Tensor clamp_min_.Tensor clamp_max_.Tensor pow_.Tensor "
+    "remainder_.Tensor fmod_.Tensor div_.Tensor_mode copysign_.Tensor atan2_ hypot_ logical_and_ logical_or_ "
+    "logical_xor_ bitwise_and_.Tensor bitwise_or_.Tensor bitwise_xor_.Tensor"
 )
-_WITH_OUT = (
-    *(_aten.add.out, _aten.sub.out, _aten.mul.out, _aten.div.out, _aten.pow.Tensor_Tensor_out),
-    *(_aten.lerp.Scalar_out, _aten.lerp.Tensor_out, _aten.addcmul.out, _aten.addcdiv.out, _aten.where.self_out),
-    *(_aten.maximum.out, _aten.minimum.out, _aten.fmax.out, _aten.fmin.out, _aten.clamp.Tensor_out),
-    *(_aten.logical_and.out, _aten.logical_or.out, _aten.logical_xor.out),
+_WITH_OUT = operators(
+    "add.out sub.out mul.out div.out pow.Tensor_Tensor_out lerp.Scalar_out lerp.Tensor_out addcmul.out addcdiv.out "
+    "where.self_out maximum.out minimum.out fmax.out fmin.out clamp.Tensor_out logical_and.out logical_or.out "
+    "logical_xor.out"
 )
-_OF_NUMBERS = (
-    *(_aten.clamp_.default, _aten.clamp_min_.default, _aten.clamp_max_.default),
-    *(_aten.pow_.Scalar, _aten.sqrt_.default, _aten.rsqrt_.default, _aten.reciprocal_.default),
-    *(_aten.abs_.default, _aten.neg_.default, _aten.exp_.default, _aten.log_.default),
-)
+_OF_NUMBERS = operators("clamp_ clamp_min_ clamp_max_ pow_.Scalar sqrt_ rsqrt_ reciprocal_ abs_ neg_ exp_ log_")
 
 
 @cache
 def install() -> None:
     """Makes it that of whole tensors. Has an effect once per process."""
-    handle((_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor), _change)
+    handle(operators("add_.Tensor sub_.Tensor mul_.Tensor"), _change)
     handle((*_WITH_TENSORS, *_OF_NUMBERS), _settle)
     handle(_WITH_OUT, _into)
-    handle((_aten.eye.out, _aten.eye.m_out), _identity)
-    handle((_aten.empty_like.default, _aten.new_empty.default, _aten.new_empty_strided.default), _empty)
-    handle((_aten.t_.default, _aten.transpose_.default), _refuse_transposition)
+    handle(operators("eye.out eye.m_out"), _identity)
+    handle(operators("empty_like new_empty new_empty_strided"), _empty)
+    handle(operators("t_ transpose_"), _refuse_transposition)
 
 
 def _change(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

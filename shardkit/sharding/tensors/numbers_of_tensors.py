@@ -11,21 +11,18 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from shardkit.distributed.tensors import whole
 from shardkit.errors import UsageError
-from shardkit.sharding.tensors.dtensor_operators import handle
-
-_aten = torch.ops.aten
+from shardkit.sharding.tensors.dtensor_operators import handle, operators
 
 
 @cache
 def install() -> None:
     """Makes the number of a sharded tensor that of one process. Has an effect once per process."""
     # In inference mode torch passes on `item` and `is_nonzero` themselves, not what they consist of.
-    handle([_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default], _number)
+    handle(operators("_local_scalar_dense item is_nonzero"), _number)
     DTensor.__format__ = _format  # type: ignore[assignment]
     for name in ("numpy", "tolist", "__array__"):
         setattr(DTensor, name, _numbers(name))

@@ -27,33 +27,22 @@ from shardkit.distributed import named_barrier
 from shardkit.distributed.tensors import is_dtensor, local_part, own_part, sharded_like
 from shardkit.errors import UsageError
 from shardkit.sharding.hooks import is_in_backward
-from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
+from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle, operators
 from shardkit.sharding.tensors.settled import is_pending, of_whole, on_one_device, one_by_one, settle
 
-_aten = torch.ops.aten
-_BY_ELEMENT = (
-    *(_aten.add.Tensor, _aten.sub.Tensor, _aten.rsub.Tensor, _aten.mul.Tensor, _aten.div.Tensor_mode),
-    *(_aten.pow.Tensor_Tensor, _aten.remainder.Tensor, _aten.fmod.Tensor, _aten.floor_divide.default),
-    *(_aten.atan2.default, _aten.hypot.default, _aten.xlogy.Tensor, _aten.logaddexp.default, _aten.copysign.Tensor),
-    *(_aten.lerp.Scalar, _aten.lerp.Tensor, _aten.addcmul.default, _aten.addcdiv.default),
-    *(_aten.maximum.default, _aten.minimum.default, _aten.fmax.default, _aten.fmin.default, _aten.clamp.Tensor),
-    *(_aten.where.self, _aten.where.ScalarOther, _aten.where.ScalarSelf),
-    *(_aten.masked_fill.Scalar, _aten.masked_fill.Tensor, _aten.isclose.default),
-    *(getattr(_aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge")),
-    *(getattr(_aten, f"logical_{name}").default for name in ("and", "or", "xor")),
-    *(getattr(_aten, f"bitwise_{name}").Tensor for name in ("and", "or", "xor")),
+_BY_ELEMENT = operators(
+    "add.Tensor sub.Tensor rsub.Tensor mul.Tensor div.Tensor_mode pow.Tensor_Tensor remainder.Tensor fmod.Tensor "
+    "floor_divide atan2 hypot xlogy.Tensor logaddexp copysign.Tensor lerp.Scalar lerp.Tensor addcmul addcdiv maximum "
+    "minimum fmax fmin clamp.Tensor where.self where.ScalarOther where.ScalarSelf masked_fill.Scalar "
+    "masked_fill.Tensor isclose eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and logical_or "
+    "logical_xor bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor"
 )
-_OF_WHOLE = (_aten.dot.default, _aten.dist.default, _aten.equal.default)
-_LISTS = tuple(
-    getattr(getattr(_aten, f"_foreach_{name}{in_place}"), overload)
-    for names, overloads in (
-        (("add", "sub", "mul", "div", "maximum", "minimum"), ("List",)),
-        (("lerp",), ("List", "Scalar")),
-        (("addcmul", "addcdiv"), ("Scalar",)),
-    )
-    for name in names
-    for in_place in ("", "_")
-    for overload in overloads
+_OF_WHOLE = operators("dot dist equal")
+_LISTS = operators(
+    "_foreach_add.List _foreach_add_.List _foreach_sub.List _foreach_sub_.List _foreach_mul.List _foreach_mul_.List "
+    "_foreach_div.List _foreach_div_.List _foreach_maximum.List _foreach_maximum_.List _foreach_minimum.List "
+    "_foreach_minimum_.List _foreach_lerp.List _foreach_lerp.Scalar _foreach_lerp_.List _foreach_lerp_.Scalar "
+    "_foreach_addcmul.Scalar _foreach_addcmul_.Scalar _foreach_addcdiv.Scalar _foreach_addcdiv_.Scalar"
 )
 
 

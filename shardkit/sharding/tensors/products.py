@@ -18,26 +18,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardkit.distributed import named_barrier
 from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import UsageError
-from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
+from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle, operators
 from shardkit.sharding.tensors.settled import as_plain
 
-_aten = torch.ops.aten
-_LINEAR = (
-    *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.embedding.default),
-    *(_aten.convolution.default, _aten.convolution_backward.default),
-    *(_aten.native_layer_norm.default, _aten.native_layer_norm_backward.default),
-    *(_aten.native_group_norm.default, _aten.native_group_norm_backward.default),
+_LINEAR = operators(
+    "mm addmm bmm baddbmm embedding convolution convolution_backward native_layer_norm native_layer_norm_backward "
+    "native_group_norm native_group_norm_backward"
 )
 """The gradients of plain tensors are such products, too."""
-_OTHERS = (
-    *(_aten.mv.default, _aten.addmv.default, _aten.addr.default, _aten._embedding_bag_forward_only.default),
-    *(_aten._cdist_forward.default, _aten._euclidean_dist.default, _aten._trilinear.default),
-)
-_COMPOSITE = (
-    *(_aten.linear.default, _aten.matmul.default, _aten.einsum.default, _aten.bilinear.default, _aten.cdist.default),
-    *(_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default, _aten.tensordot.default),
-    *(_aten.layer_norm.default, _aten.group_norm.default),
-)
+_OTHERS = operators("mv addmv addr _embedding_bag_forward_only _cdist_forward _euclidean_dist _trilinear")
+_COMPOSITE = operators("linear matmul einsum bilinear cdist conv1d conv2d conv3d tensordot layer_norm group_norm")
 """Which torch takes apart before, except in inference mode."""
 
 

@@ -14,23 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.distributed import accelerators
 from shardkit.distributed.tensors import local_part, own_part, sharded_like, whole
-from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
+from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle, operators
 from shardkit.sharding.tensors.settled import settle
 
 _aten = torch.ops.aten
-_IN_PLACE = (
-    *(_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float, _aten.exponential_.default),
-    *(_aten.log_normal_.default, _aten.cauchy_.default, _aten.geometric_.default),
-    *(_aten.random_.default, _aten.random_.to, getattr(_aten.random_, "from")),
+_IN_PLACE = operators(
+    "normal_ uniform_ bernoulli_.float exponential_ log_normal_ cauchy_ geometric_ random_ random_.to random_.from"
 )
-_LIKE = (
-    *(_aten.rand_like.default, _aten.randn_like.default),
-    *(_aten.randint_like.default, _aten.randint_like.low_dtype),
-)
+_LIKE = operators("rand_like randn_like randint_like randint_like.low_dtype")
 # Each value is drawn by the value in its place in another tensor.
-_BY_VALUES = (
-    *(_aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli_.Tensor, _aten.poisson.default),
-    *(_aten.normal.Tensor_float, _aten.normal.float_Tensor, _aten.normal.Tensor_Tensor),
+_BY_VALUES = operators(
+    "bernoulli bernoulli.p bernoulli_.Tensor poisson normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor"
 )
 
 

@@ -20,38 +20,34 @@ import torch
 from torch.distributed.tensor import Partial
 
 from shardkit.distributed.tensors import is_dtensor
-from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
+from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle, operators
 from shardkit.sharding.tensors.into_plain import into_plain
 from shardkit.sharding.tensors.plain_operands import sharded_operands, with_own_parts
 from shardkit.sharding.tensors.settled import as_replicated, has_empty_part, replicated, settle
 
 _aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # the numbers of ATen's reductions
-_LOSSES = (
-    *(_aten.mse_loss, _aten.smooth_l1_loss, _aten.huber_loss, _aten.soft_margin_loss),
-    *(_aten.binary_cross_entropy, _aten.binary_cross_entropy_with_logits),
+_LOSSES = operators(
+    "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits"
 )
-_GRADIENTS = (
-    *(_aten.mse_loss_backward, _aten.smooth_l1_loss_backward, _aten.huber_loss_backward),
-    *(_aten.soft_margin_loss_backward, _aten.binary_cross_entropy_backward),
+_GRADIENTS = operators(
+    "mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward "
+    "binary_cross_entropy_backward"
 )
-_SUMS = (_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim)
+_SUMS = operators("sum sum.dim_IntList mean mean.dim")
 _QUOTIENTS = (_aten.div.Tensor, _aten.div_.Tensor)
-_ANSWERS = (_aten.any.default, _aten.any.dim, _aten.any.dims, _aten.all.default, _aten.all.dim, _aten.all.dims)
-_RUNNING = (_aten.cumsum.default, _aten.cumprod.default, _aten.logcumsumexp.default)
+_ANSWERS = operators("any any.dim any.dims all all.dim all.dims")
+_RUNNING = operators("cumsum cumprod logcumsumexp")
 _PLACES = (_aten.argmax.default, _aten.argmin.default)
 _NORM = _aten.linalg_vector_norm.default
-_EXTREMES = (
-    *(_aten.max.default, _aten.min.default, _aten.max.dim, _aten.min.dim, _aten.amax.default, _aten.amin.default),
-    *(_aten.aminmax.default, *_PLACES, _NORM),
-)
+_EXTREMES = (*operators("max min max.dim min.dim amax amin aminmax"), *_PLACES, _NORM)
 
 
 @cache
 def install() -> None:
     """Makes them those of whole tensors. Has an effect once per process."""
-    handle((loss.default for loss in _LOSSES), _mean_loss)
-    handle((gradient.default for gradient in _GRADIENTS), _gradient_of_mean)
+    handle(_LOSSES, _mean_loss)
+    handle(_GRADIENTS, _gradient_of_mean)
     handle(_SUMS, _sum)
     handle(_QUOTIENTS, _quotient)
     handle((_aten.cat.default, _aten.stack.default), _join)

@@ -16,14 +16,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardkit.distributed.tensors import local_part, own_part, sharded_like
 from shardkit.sharding.tensors.copied_parts import CopiedPart, as_copy
-from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
+from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle, operators
 from shardkit.sharding.tensors.settled import replicated
 
 _aten = torch.ops.aten
-_VIEWS = (
-    *(_aten.view.default, _aten._unsafe_view.default),
-    *(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims),
-)
+_VIEWS = operators("view _unsafe_view squeeze squeeze.dim squeeze.dims")
 
 
 @dataclass(frozen=True)

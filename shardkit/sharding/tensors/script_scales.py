@@ -12,13 +12,13 @@ import torch
 
 from shardkit.distributed import accelerators
 from shardkit.distributed.tensors import is_dtensor, local_part
-from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
+from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle, operators
 
 
 @cache
 def install() -> None:
     """Makes the CPU wait for the copy. Has an effect once per process."""
-    handle((torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default,), _after_copies)
+    handle(operators("_amp_foreach_non_finite_check_and_unscale_"), _after_copies)
 
 
 def _after_copies(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

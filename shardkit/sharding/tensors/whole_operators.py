@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.distributed.tensors import is_dtensor
 from shardkit.sharding.tensors import copied_parts
-from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle
+from shardkit.sharding.tensors.dtensor_operators import as_torch_does, handle, operators
 from shardkit.sharding.tensors.into_plain import into_plain
 from shardkit.sharding.tensors.plain_operands import refuse_different_indices
 from shardkit.sharding.tensors.settled import in_place_of_whole, is_pending, of_whole, on_one_device, settle_in_place
@@ -32,22 +32,16 @@ _MASKS = (_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor)
 """With a sharded mask they need no whole tensor."""
 _FINDING = "_propagate_op_sharding_dispatch_slow_path"
 """The dispatcher's method that finds a layout for an operator; it may return the operator's result instead."""
-_READS = (
-    *(_aten.index.Tensor, _aten.index_select.default, _aten.index_put.default, _aten._unsafe_index_put.default),
-    *(_aten.masked_select.default, _aten.masked_scatter.default, _aten.nonzero.default, _aten.take.default),
-    *(_aten.gather.default, _aten.scatter.src, _aten.scatter.value, _aten.scatter_add.default, _aten.put.default),
-    *(_aten.scatter_reduce.two, _aten.index_reduce.default, _aten.isin.Tensor_Tensor),
-    *(_aten.renorm.default, _aten.unfold.default, _aten.histc.default, _aten.histogram.bin_ct, _aten.bincount.default),
-    *(_aten.index_fill.int_Scalar, _aten.index_fill.int_Tensor, _aten.bucketize.Tensor),
-    *(_aten.searchsorted.Tensor, _aten.fake_quantize_per_channel_affine_cachemask.default),
+_READS = operators(
+    "index.Tensor index_select index_put _unsafe_index_put masked_select masked_scatter nonzero take gather "
+    "scatter.src scatter.value scatter_add put scatter_reduce.two index_reduce isin.Tensor_Tensor renorm unfold histc "
+    "histogram.bin_ct bincount index_fill.int_Scalar index_fill.int_Tensor bucketize.Tensor searchsorted.Tensor "
+    "fake_quantize_per_channel_affine_cachemask"
 )
-_WRITES = (
-    *(_aten.index_put_.default, _aten._index_put_impl_.default, _aten.index_copy_.default, _aten.index_add_.default),
-    *(_aten.index_fill_.int_Scalar, _aten.index_fill_.int_Tensor, *_MASKS),
-    *(_aten.scatter_.src, _aten.scatter_.value, _aten.scatter_.reduce, _aten.scatter_.value_reduce),
-    *(_aten.scatter_add_.default, _aten.scatter_reduce_.two, _aten.index_reduce_.default, _aten.put_.default),
-    *(_aten.masked_scatter_.default, _aten.floor_divide_.Tensor, _aten.floor_divide_.Scalar),
-    *(_aten.renorm_.default, _aten.tril_.default, _aten.triu_.default, _aten.cumsum_.default, _aten.cumprod_.default),
+_WRITES = _MASKS + operators(
+    "index_put_ _index_put_impl_ index_copy_ index_add_ index_fill_.int_Scalar index_fill_.int_Tensor scatter_.src "
+    "scatter_.value scatter_.reduce scatter_.value_reduce scatter_add_ scatter_reduce_.two index_reduce_ put_ "
+    "masked_scatter_ floor_divide_.Tensor floor_divide_.Scalar renorm_ tril_ triu_ cumsum_ cumprod_"
 )
 
 
