@@ -21,7 +21,7 @@ from shardkit.optim import division
 from shardkit.optim.kernels import parameters_of
 from shardkit.optim.parts import is_row
 from shardkit.optim.plain_step import Stepper
-from shardkit.optim.step_hooks import step_in_chunks, with_parameters
+from shardkit.optim.step_hooks import Chunk, chunks_of, step_in_chunks, with_parameters
 
 
 class StepWithState:
@@ -42,14 +42,12 @@ class StepInChunks:
         self._optimizer = optimizer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        chunks = partial(chunks_of, self._optimizer)
+        chunks = partial(chunks_by_state, self._optimizer)
         return step_in_chunks(self._optimizer, chunks, self._on_chunk, closure, finished_copies)
 
     @contextmanager
-    def _on_chunk(self, chunk: set[int]) -> Iterator[None]:
-        groups = self._optimizer.param_groups
-        parameters = [[p for p in group["params"] if id(p) in chunk] for group in groups]
-        with on_device(self._optimizer.state, chain(*parameters)), with_parameters(self._optimizer, parameters):
+    def _on_chunk(self, chunk: Chunk) -> Iterator[None]:
+        with on_device(self._optimizer.state, chain(*chunk)), with_parameters(self._optimizer, chunk):
             yield
 
 
@@ -75,15 +73,10 @@ def move_to_host(optimizer: torch.optim.Optimizer) -> None:
                     row[name] = _with_part(value, copied_to_host(local_part(value)))
 
 
-def chunks_of(optimizer: torch.optim.Optimizer) -> list[set[int]]:
-    """The ids of the parameters whose state is on the device together."""
-    trained = (p for p in parameters_of(optimizer) if p.grad is not None)
-    return division.chunks(((id(p), state_bytes(p)) for p in trained), division.STATE_BYTES)
-
-
-def state_bytes(parameter: torch.Tensor) -> int:
-    """Bytes of this rank's part of the parameter's state, taken as two tensors of its shape and dtype, as Adam's."""
-    return 2 * local_part(parameter).nbytes
+def chunks_by_state(optimizer: torch.optim.Optimizer) -> list[Chunk]:
+    """The parameters whose state is on the device together: this rank's part of it is taken as two tensors of the
+    parameter's shape and dtype, as Adam's."""
+    return chunks_of(optimizer, lambda parameter: 2 * local_part(parameter).nbytes, division.STATE_BYTES)
 
 
 @contextmanager

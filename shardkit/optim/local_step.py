@@ -9,7 +9,7 @@ import copyreg
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,7 +20,7 @@ from shardkit.distributed.tensors import is_dtensor, local_part, memory_of, shar
 from shardkit.optim import host_state
 from shardkit.optim.kernels import kind_of, laid_out_as, lay_out_gradient, parameters_of
 from shardkit.optim.parts import has_shape_of, is_row, like_parameter, make_gradient_plain, part_of_whole
-from shardkit.optim.step_hooks import step_between_hooks, step_in_chunks, with_parameters, with_scale_beside
+from shardkit.optim.step_hooks import Chunk, step_between_hooks, step_in_chunks, with_parameters, with_scale_beside
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -57,20 +57,20 @@ class LocalStep:
         self._forget_replaced()
         return result
 
-    def _chunks(self, optimizer: torch.optim.Optimizer) -> list[set[int]]:
+    def _chunks(self, optimizer: torch.optim.Optimizer) -> list[Chunk]:
         for group in optimizer.param_groups:
             self._with_gradients(group["params"])  # the state is taken for all parts at once
         self._take_state(optimizer)
-        return host_state.chunks_of(optimizer)
+        return host_state.chunks_by_state(optimizer)
 
     @contextmanager
-    def _on_chunk(self, optimizer: torch.optim.Optimizer, chunk: set[int]) -> Iterator[None]:
+    def _on_chunk(self, optimizer: torch.optim.Optimizer, chunk: Chunk) -> Iterator[None]:
         """As `_on_parts` for some of the parameters, whose state is on their device meanwhile."""
-        chosen = [[p for p in group["params"] if id(p) in chunk] for group in optimizer.param_groups]
-        with ExitStack() as stack:
-            stack.enter_context(with_parameters(optimizer, chosen))
-            stack.enter_context(self._on_parts(optimizer))
-            stack.enter_context(host_state.on_device(self._local, parameters_of(optimizer)))
+        with (
+            with_parameters(optimizer, chunk),
+            self._on_parts(optimizer),
+            host_state.on_device(self._local, parameters_of(optimizer)),  # of the local tensors that it has by then
+        ):
             yield
 
     @contextmanager

@@ -6,10 +6,16 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._compile import _disable_dynamo
+
+from shardkit.optim import division
+from shardkit.optim.kernels import parameters_of
+
+Chunk: TypeAlias = list[list[torch.Tensor]]
+"""Some of the optimizer's parameters, a list for each param group."""
 
 
 @contextmanager
@@ -76,20 +82,27 @@ def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
     return _disable_dynamo(hook) if "torch._dynamo" in sys.modules else hook  # which it would load
 
 
+def chunks_of(optimizer: torch.optim.Optimizer, bytes_of: Callable[[torch.Tensor], int], limit: int) -> list[Chunk]:
+    """The parameters that have a gradient, in chunks that end with the one that reaches the limit."""
+    trained = (p for p in parameters_of(optimizer) if p.grad is not None)
+    chosen = division.chunks(((id(p), bytes_of(p)) for p in trained), limit) or [set()]
+    return [[[p for p in group["params"] if id(p) in ids] for group in optimizer.param_groups] for ids in chosen]
+
+
 def step_in_chunks(
     optimizer: torch.optim.Optimizer,
-    chunks: Callable[[], list[set[int]]],
-    inside: Callable[[set[int]], AbstractContextManager[None]],
+    chunks: Callable[[], list[Chunk]],
+    inside: Callable[[Chunk], AbstractContextManager[None]],
     closure: Callable[[], Any] | None = None,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Any:
     """The optimizer's own step for one chunk of parameters after the other, each in the context `inside`; returns the
-    closure's result. `chunks`: ids of those that have a gradient, once the hooks before the step and the closure have
-    run. All chunks are in the context `around`, hooks are not."""
+    closure's result. `chunks`: as of `chunks_of`, asked once the hooks before the step and the closure have run. All
+    chunks are in the context `around`, hooks are not."""
 
     @contextmanager
     def on_last() -> Iterator[None]:
-        *others, last = chunks() or [set()]
+        *others, last = chunks()
         with around():
             for chunk in others:
                 with inside(chunk):

@@ -14,9 +14,8 @@ import torch
 
 from shardkit.distributed.tensors import is_dtensor, local_part, own_part, whole
 from shardkit.optim import division
-from shardkit.optim.kernels import parameters_of
 from shardkit.optim.parts import has_shape_of, is_row, make_gradient_plain, sharded_part
-from shardkit.optim.step_hooks import step_in_chunks, with_parameters
+from shardkit.optim.step_hooks import Chunk, chunks_of, step_in_chunks, with_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -31,23 +30,20 @@ class WholeStep:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         return step_in_chunks(self._optimizer, self._chunks, self._on_whole, closure)
 
-    def _chunks(self) -> list[set[int]]:
-        """Ids of parameters that have a gradient; of each chunk, these and their gradients take about WHOLE_BYTES."""
-        trained = (p for p in parameters_of(self._optimizer) if p.grad is not None)
-        sizes = ((id(p), 2 * p.numel() * p.element_size()) for p in trained)
-        return division.chunks(sizes, division.WHOLE_BYTES)
+    def _chunks(self) -> list[Chunk]:
+        """Of each chunk, whole parameters and gradients take about WHOLE_BYTES."""
+        return chunks_of(self._optimizer, lambda p: 2 * p.numel() * p.element_size(), division.WHOLE_BYTES)
 
     @contextmanager
-    def _on_whole(self, chunk: set[int]) -> Iterator[None]:
+    def _on_whole(self, chunk: Chunk) -> Iterator[None]:
         """Inside, the optimizer has the chunk's parameters as full tensors, whose values are then written back."""
-        groups, state = self._optimizer.param_groups, self._optimizer.state
-        parameters = [[p for p in group["params"] if id(p) in chunk] for group in groups]
-        whole = {p: _whole(p) for of_group in parameters for p in of_group}
+        state = self._optimizer.state
+        whole = {p: _whole(p) for of_group in chunk for p in of_group}
         own: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         own.update({whole[p]: _whole_row(state[p], whole[p].device) for p in whole if p in state})
         try:
             self._optimizer.state = own
-            with with_parameters(self._optimizer, [[whole[p] for p in of_group] for of_group in parameters]):
+            with with_parameters(self._optimizer, [[whole[p] for p in of_group] for of_group in chunk]):
                 yield
         finally:
             self._optimizer.state = state
