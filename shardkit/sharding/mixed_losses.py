@@ -4,7 +4,8 @@
 of the graph with plain tensors, which does not support them. Sums are supported; see `keep_plain` for what is not.
 """
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -35,8 +36,8 @@ def keep_plain(loss: torch.Tensor) -> None:
     of_plain = [_plain_ones(node, sharded) for node in _scaled_nodes(loss.grad_fn, sharded)]
     for following in {*chain.from_iterable((*meeting.values(), *of_plain))}:
         following.register_prehook(_whole)
-    for node in {following for one in sharded for following, _ in one.next_functions} - sharded:
-        if node is not None and node.name() == _ACCUMULATES and not node.metadata.get(_whole):
+    for node in {following for one in sharded for following in _following(one)} - sharded:
+        if node.name() == _ACCUMULATES and not node.metadata.get(_whole):
             node.register_prehook(_whole)
             node.metadata[_whole] = True  # a leaf's node may outlive this graph
     if loss.device_mesh.size() > 1:
@@ -48,8 +49,7 @@ def _refuse_products(nodes: Iterable[Any]) -> None:
     """UsageError where one of these nodes is more than a sum, or a scale by a number."""
     for node in nodes:
         kind = _kind(node)
-        operands = sum(following is not None for following, _ in node.next_functions)
-        if kind not in _SUMS | _VIEWS and not (kind in _SCALES and operands == 1):
+        if kind not in _SUMS | _VIEWS and not (kind in _SCALES and len(_following(node)) == 1):
             raise UsageError(
                 f"backward: the loss combines sharded parameters with values of this rank's samples by other than a "
                 f"sum (got {node.name()}), so their gradients would lack the samples of the other ranks; compute it in "
@@ -92,11 +92,7 @@ def _kind(node: Any) -> str:
 
 def _plain_ones(node: Any, sharded: set[Any]) -> list[Any]:
     """The nodes of plain tensors that this node takes."""
-    return [
-        following
-        for following, _ in node.next_functions
-        if following is not None and following not in sharded and following.name() != _ACCUMULATES
-    ]
+    return [one for one in _following(node) if one not in sharded and one.name() != _ACCUMULATES]
 
 
 def _is_of_parameter(node: Any) -> bool:
@@ -111,52 +107,40 @@ def _is_of_parameter(node: Any) -> bool:
 def _scaled_nodes(root: Any, sharded: set[Any]) -> set[Any]:
     """The sums and scales of plain values next to the loss. They may have a number of sharded tensors in them, such as
     an adaptive weight of a loss, `weights.norm().detach() * loss`, which makes their gradients sharded."""
-    found: set[Any] = set()
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        if node in found or _kind(node) not in _SUMS | _VIEWS | _SCALES:
-            continue
-        found.add(node)
-        waiting += [following for following, _ in node.next_functions if following is not None]
-    return found - sharded
+    return _reached([root], _following, lambda node: _kind(node) in _SUMS | _VIEWS | _SCALES) - sharded
 
 
 def _with_users(nodes: Iterable[Any], among: set[Any]) -> set[Any]:
     """These nodes, and those of `among` that use their results, directly or not."""
-    users = _users(among)
-    found: set[Any] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found and node in among:
-            found.add(node)
-            waiting += users.get(node, [])
-    return found
-
-
-def _users(nodes: Iterable[Any]) -> dict[Any, list[Any]]:
-    """For each node, those of `nodes` that take its result."""
-    users: dict[Any, list[Any]] = {}
-    for node in nodes:
-        for following, _ in node.next_functions:
-            users.setdefault(following, []).append(node)
-    return users
+    users: dict[Any, list[Any]] = defaultdict(list)
+    for node in among:
+        for following in _following(node):
+            users[following].append(node)
+    return _reached(nodes, users.__getitem__, among.__contains__)
 
 
 def _sharded_nodes(root: Any) -> set[Any]:
     """Nodes whose output in forward was a DTensor: those computed from DTensors, up to conversions to plain tensors."""
-    order: list[Any] = []
-    seen: set[Any] = set()
-    waiting: list[Any] = [root]
+    known = _reached([root], _following, lambda _: True)
+    holders = [node for node in known if is_dtensor(getattr(node, "variable", None)) or _kind(node) in _TO_SHARDED]
+    return _with_users(holders, {node for node in known if _kind(node) not in _TO_PLAIN})
+
+
+def _following(node: Any) -> list[Any]:
+    """The nodes whose results this one takes, as often as it takes them."""
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+def _reached(nodes: Iterable[Any], leads_to: Callable[[Any], Iterable[Any]], counts: Callable[[Any], bool]) -> set[Any]:
+    """The nodes that count among these and what they lead to, by way of such nodes alone."""
+    found: set[Any] = set()
+    waiting = list(nodes)
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            order.append(node)
-            waiting += [following for following, _ in node.next_functions]
-    holders = [node for node in order if is_dtensor(getattr(node, "variable", None)) or _kind(node) in _TO_SHARDED]
-    return _with_users(holders, {node for node in order if _kind(node) not in _TO_PLAIN})
+        if node not in found and counts(node):
+            found.add(node)
+            waiting += leads_to(node)
+    return found
 
 
 def _whole(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
