@@ -142,29 +142,15 @@ def units_and_blocks(model: nn.Module, config: Config) -> tuple[Units, list[nn.M
 
     Collective. Raises ModelError on all ranks if any rank has a problem.
     """
-    if problems := control.start().union(unfit.problems(model, config)):
-        raise ModelError("\n".join(problems))
-    mixed = precision.of(config)
-    if mixed.is_mixed and (changed := precision.upcast_(model)):
+    _refuse_on_all(unfit.problems(model, config))
+    if precision.of(config).is_mixed and (changed := precision.upcast_(model)):
         log.info("mixed precision: %d trainable 16-bit parameters are kept in fp32.", len(changed))
-    units, blocks = None, []
+    problems = []
     try:
-        if (kind := eight_bits(config)) is not None:
-            float8.convert(blocks_of(model, config.fsdp), kind)
-        is_cut = config.mode == "fsdp" or xla_settings.shards(config)
-        units = units_of(model, config.fsdp, dtypes(config).param) if is_cut else one_unit(model)
-        if config.mode == "fsdp":
-            unfit.refuse_integers(units, torch.__version__)
-            unfit.refuse_composed(units)
-        if _needs_blocks(config):
-            blocks = blocks_of(model, config.fsdp)
-        if config.mode == "fsdp" and config.fsdp.activation_checkpointing and config.shardkit.compile:
-            problems = unfit.changed_twice(units, blocks)
+        units, blocks = _units_and_blocks(model, config)
     except ModelError as error:
         problems = [str(error)]
-    if problems := control.start().union(problems):
-        raise ModelError("\n".join(problems))
-    assert units is not None
+    _refuse_on_all(problems)
     if units.cut.remark:
         _say_once(units.cut.remark)
     if config.mode == "fsdp" and (whole := [fqn for fqn, m in units.ignored.items() if packed.is_in_8_bits(m)]):
@@ -172,6 +158,27 @@ def units_and_blocks(model: nn.Module, config: Config) -> tuple[Units, list[nn.M
             f"model: bitsandbytes' modules in 8 bits are whole on each rank (got {first_few(whole, 2)}), since they "
             "keep their weights outside of the parameters, too; load_in_4bit is sharded."
         )
+    return units, blocks
+
+
+def _refuse_on_all(problems: list[str]) -> None:
+    """ModelError on all ranks if any rank has problems. Collective."""
+    if found := control.start().union(problems):
+        raise ModelError("\n".join(found))
+
+
+def _units_and_blocks(model: nn.Module, config: Config) -> tuple[Units, list[nn.Module]]:
+    """As `units_and_blocks`, on this rank alone; layers in 8 bits are converted before."""
+    if (kind := eight_bits(config)) is not None:
+        float8.convert(blocks_of(model, config.fsdp), kind)
+    is_cut = config.mode == "fsdp" or xla_settings.shards(config)
+    units = units_of(model, config.fsdp, dtypes(config).param) if is_cut else one_unit(model)
+    if config.mode == "fsdp":
+        unfit.refuse_integers(units, torch.__version__)
+        unfit.refuse_composed(units)
+    blocks = blocks_of(model, config.fsdp) if _needs_blocks(config) else []
+    if config.mode == "fsdp" and config.fsdp.activation_checkpointing and config.shardkit.compile:
+        unfit.refuse_changed_twice(units, blocks)
     return units, blocks
 
 

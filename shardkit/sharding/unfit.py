@@ -153,20 +153,19 @@ def _changed_in_forward(model: nn.Module) -> list[str]:
     ]
 
 
-def changed_twice(units: Units, blocks: Iterable[nn.Module]) -> list[str]:
-    """Problems of compiled blocks whose running statistics would take each batch twice. At a unit inside a block the
-    compiled graph breaks, and torch then recomputes the block without the contexts that keep its buffers."""
+def refuse_changed_twice(units: Units, blocks: Iterable[nn.Module]) -> None:
+    """Raises ModelError for compiled blocks whose running statistics would take each batch twice. At a unit inside a
+    block the compiled graph breaks, and torch then recomputes the block without the contexts that keep its buffers."""
     heads = {id(unit.module) for unit in units.units}
     for block in blocks:
         inner = list(block.modules())[1:]
         norms = [type(one).__name__ for one in inner if isinstance(one, _NormBase) and one.track_running_stats]
         if norms and any(id(one) in heads for one in inner):
-            return [
+            raise ModelError(
                 f"model: the running statistics of {norms[0]} would take each batch twice, since "
                 f"{type(block).__name__} is compiled and recomputed, and has an FSDP unit in it (got shardkit.compile "
                 "and fsdp_activation_checkpointing); write one of the two."
-            ]
-    return []
+            )
 
 
 def refuse_old(version: str) -> None:
