@@ -153,19 +153,28 @@ class Replica(DistributedDataParallel):
             return self.module(*args, **kwargs)
         if self.is_first_backward and torch.is_grad_enabled() and (problems := refused_hooks(self.module)):
             raise ModelError("\n".join(problems))
-        if kinds != self._kinds or self._watch.has_broken_off() or self._has_left_buckets():
-            with torch.inference_mode(False), torch.no_grad():  # a reducer made in inference mode never trains
-                self._reduce_frozen()
-                self._engage(self.module)
+        self._renew_reducer(kinds)
         if self._is_awaited and torch.is_grad_enabled() and not self.require_backward_grad_sync:
             self._stop_waiting()  # no backward followed the last forward, and that of this one must not be taken for it
         output = super().forward(*args, **kwargs)
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._is_awaited, self._missing = True, set(self._managed)
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    self._watch.watch(tensor)
+            self._await_backward(output)
         return output
+
+    def _renew_reducer(self, kinds: list[tuple[bool, torch.dtype, tuple[int, ...]]]) -> None:
+        """Create torch's reducer again if it was created for other parameters than the present ones, of these kinds, or
+        for gradients in other memory, or if a backward has broken off. Collective then."""
+        if kinds != self._kinds or self._watch.has_broken_off() or self._has_left_buckets():
+            with torch.inference_mode(False), torch.no_grad():  # a reducer made in inference mode never trains
+                self._reduce_frozen()
+                self._engage(self.module)
+
+    def _await_backward(self, output: Any) -> None:
+        """Note that torch's reducer expects a backward through the output of a forward."""
+        self._is_awaited, self._missing = True, set(self._managed)
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                self._watch.watch(tensor)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
