@@ -1,7 +1,7 @@
 """Warns of what trains the prepared models and is in no checkpoint, so that a resumed run begins it anew: models for
 evaluation that follow, and optimizers and schedules that were not prepared."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 from shardkit.log import get_logger
@@ -18,25 +18,30 @@ def warn(run: Run) -> None:
     run.followers.warn_of_changed(run.registered, has_hooks=bool(run.hooks.at_save))
     if run.hooks.at_save or "left out" in run.has_warned_of or not run.process.is_main:
         return
-    held = {id(one) for registered in run.registered for one in _within(registered)}
-    prepared = {id(parameter) for one in run.optimizers for parameter in one.parameters}
-    strangers = [
-        one
-        for one in foreign_steps.stepped_on(run.accumulation)
-        if id(one) not in held and not prepared.issuperset(map(id, parameters_of(one)))
-    ]
-    held |= {id(one) for schedule in run.schedulers for one in _within(schedule.scheduler)}
-    scheduled = [
-        one.optimizer for one in run.optimizers if not held & {id(one), id(one.optimizer)} and _has_schedule(one)
-    ]
-    found = [type(one).__name__ for one in strangers] + [f"a schedule of {type(one).__name__}" for one in scheduled]
-    if found:
+    registered = {id(one) for holder in run.registered for one in _within(holder)}
+    if found := [*_optimizers(run, registered), *_schedules(run, registered)]:
         run.has_warned_of.add("left out")
         log.warning(
             "checkpoint: what trains the model and was not prepared is in no checkpoint, and a resumed run begins it "
             "anew (got %s); prepare it, or register it: accelerator.register_for_checkpointing(...).",
             first_few(found, 3),
         )
+
+
+def _optimizers(run: Run, registered: Set[int]) -> Iterator[str]:
+    """The classes of those that step on other parameters of the models than the prepared ones do."""
+    prepared = {id(parameter) for one in run.optimizers for parameter in one.parameters}
+    for one in foreign_steps.stepped_on(run.accumulation):
+        if id(one) not in registered and not prepared.issuperset(map(id, parameters_of(one))):
+            yield type(one).__name__
+
+
+def _schedules(run: Run, registered: Set[int]) -> Iterator[str]:
+    """What those that were not prepared schedule."""
+    held = registered | {id(one) for schedule in run.schedulers for one in _within(schedule.scheduler)}
+    for one in run.optimizers:
+        if held.isdisjoint((id(one), id(one.optimizer))) and _has_schedule(one):
+            yield f"a schedule of {type(one.optimizer).__name__}"
 
 
 def _has_schedule(optimizer: Any) -> bool:
