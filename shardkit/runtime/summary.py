@@ -1,7 +1,7 @@
 """The table that rank 0 prints before the first step. It shows the actual objects, not the requested settings."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from textwrap import wrap
@@ -158,24 +158,26 @@ def tied_groups(model: nn.Module) -> list[list[str]]:
 
 def _precision(config: Config, models: Sequence[nn.Module]) -> str:
     names, dtypes = Counter[str](), Counter[torch.dtype]()
-    for model in models:
-        for parameter in every_parameter(model):
-            is_number = parameter.dtype.is_floating_point or parameter.dtype.is_complex
-            is_packed = packed.holds_bits(parameter)
-            name = _dtype(parameter.dtype)
-            names[f"4 bits in {name}" if is_packed else name] += packed.numel(parameter)
-            if is_number and not is_packed:
-                dtypes[parameter.dtype] += parameter.numel()
+    for parameter in (one for model in models for one in every_parameter(model)):
+        name, is_packed = _dtype(parameter.dtype), packed.holds_bits(parameter)
+        names[f"4 bits in {name}" if is_packed else name] += packed.numel(parameter)
+        if not is_packed and (parameter.dtype.is_floating_point or parameter.dtype.is_complex):
+            dtypes[parameter.dtype] += parameter.numel()
     kept = " and ".join(name for name, _ in names.most_common()) or "none"
-    mixed = precision.of(config)
     own = " and ".join(_dtype(dtype) for dtype, _ in dtypes.most_common()) or "none"
+    return f"parameters {kept}, {_computed(config, own, list(dtypes))}"
+
+
+def _computed(config: Config, own: str, dtypes: Iterable[torch.dtype]) -> str:
+    """In what is computed; `own` names these dtypes of the parameters."""
+    mixed = precision.of(config)
     compute = own if mixed.param is None else _dtype(mixed.param)
     output = compute if mixed.output is None else _dtype(mixed.output)
     hook = config.shardkit.ddp.comm_hook if config.mode == "ddp" else "no"
     reduced = dict.fromkeys(_dtype(precision.reduce_dtype(mixed.reduce, mixed.param or dtype)) for dtype in dtypes)
     how = f"reduced in {' and '.join(reduced)}" if hook == "no" else f"sent as {hook}"
     exchanged = "" if config.num_processes == 1 else f", gradients {how}"
-    return f"parameters {kept}, compute {compute}{exchanged}, outputs {output}"
+    return f"compute {compute}{exchanged}, outputs {output}"
 
 
 def _batch(process: Process, config: Config, loaders: Sequence[PreparedLoader]) -> str:

@@ -34,13 +34,9 @@ def drop(groups: Sequence[Any]) -> None:
     if not groups or not all(group.reduce_grads and group.all_reduce_grads for group in groups):
         return
     parameters = [parameter for group in groups for parameter in group.fsdp_params]
-    flags = [flag for group in groups for flag in group._reached or [True] * len(group.fsdp_params)]
+    is_used = _are_used_here(groups, parameters)
     for group in groups:
         group._reached = None
-    is_used = torch.tensor(flags, dtype=torch.int32, device=groups[0].device)
-    for number, parameter in enumerate(parameters):
-        if not flags[number] and (gradient := parameter.sharded_param.grad) is not None:
-            is_used[number] = local_part(gradient).any()  # that of a penalty on the sharded parameter
     if is_used.untyped_storage().device.type == "meta":  # that of a fake tensor: a plan has no values
         return
     if collectives.world_size() > 1:
@@ -48,3 +44,13 @@ def drop(groups: Sequence[Any]) -> None:
     for parameter, used in zip(parameters, is_used.tolist(), strict=True):
         if not used:
             parameter.sharded_param.grad = None
+
+
+def _are_used_here(groups: Sequence[Any], parameters: Sequence[Any]) -> torch.Tensor:
+    """For each parameter of the groups, 1 where this rank has a gradient of its own, else 0: (parameters,)."""
+    flags = [flag for group in groups for flag in group._reached or [True] * len(group.fsdp_params)]
+    found = torch.tensor(flags, dtype=torch.int32, device=groups[0].device)
+    for number, parameter in enumerate(parameters):
+        if not flags[number] and (gradient := parameter.sharded_param.grad) is not None:
+            found[number] = local_part(gradient).any()  # that of a penalty on the sharded parameter
+    return found
