@@ -1,9 +1,9 @@
 """Templates shipped with shardkit: configurations (NAME.yaml) and starter scripts that use them."""
 
-from difflib import get_close_matches
 from pathlib import Path
 
 from shardkit.errors import UsageError
+from shardkit.wording import near_or
 
 
 def folder() -> Path:
@@ -24,6 +24,5 @@ def find(name: str) -> Path:
         return folder() / f"{name}.yaml"
     if Path(name).is_file():
         return Path(name)
-    near = get_close_matches(name, names(), 1)
-    hint = f"did you mean {near[0]}?" if near else f"use a file, or one of {', '.join(names())}."
+    hint = near_or(name, names(), f"use a file, or one of {', '.join(names())}.")
     raise UsageError(f"template: no such template or file (got {name!r}); {hint}")

@@ -1,4 +1,4 @@
-"""Counts, lists, ranks and errors in messages: `1 rank`, `3 ranks`; `6.74 B`; `a, b and 4 more`."""
+"""Counts, lists, ranks and errors in messages: `1 rank`, `3 ranks`; `6.74 B`; `a, b and 4 more`; near misses."""
 
 from collections.abc import Iterable, Sequence
 
@@ -26,6 +26,14 @@ def first_few(names: Iterable[object], most: int) -> str:
 def alternatives(names: Sequence[str]) -> str:
     """`a`, `a or b`, `a, b or c`."""
     return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+
+
+def near_or(name: str, known: Iterable[str], otherwise: str) -> str:
+    """`did you mean NAME?` of the known name that is nearest, or what else to do where none is near."""
+    from difflib import get_close_matches  # an error alone needs it
+
+    near = get_close_matches(name, known, 1)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def ranks_text(numbers: Sequence[int]) -> str:

@@ -5,13 +5,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property
 
 from shardkit.config.schema import Dtype, FsdpConfig, WrapPolicy
 from shardkit.errors import ModelError
 from shardkit.model.blocks import block_classes, candidates_text, repeated_classes
 from shardkit.model.tree import ModuleNode, Parameter
+from shardkit.wording import near_or
 
 CALLS_NO_CHILD = {"MultiheadAttention", "TransformerEncoderLayer"}  # the latter in evaluation
 
@@ -196,8 +196,7 @@ def _by_class(root: ModuleNode, names: Sequence[str]) -> list[str]:
 
 
 def _missing_text(root: ModuleNode, name: str, present: set[str]) -> str:
-    near = get_close_matches(name, present, 1)
-    hint = f"did you mean {near[0]}?" if near else "name another one." if block_classes(root) else "leave it out."
+    hint = near_or(name, present, "name another one." if block_classes(root) else "leave it out.")
     return (
         f"fsdp_transformer_layer_cls_to_wrap: no module of class {name} in the model ({root.class_name}); "
         f"{hint} The class of another model may be named where both are prepared in one call. {candidates_text(root)}"

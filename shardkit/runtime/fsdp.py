@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
@@ -15,6 +14,7 @@ from shardkit.log import get_logger
 from shardkit.sharding import precision
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
+from shardkit.wording import near_or
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 STRATEGIES = {"SHARD_GRAD": ShardingStrategy.SHARD_GRAD_OP, **ShardingStrategy.__members__}
@@ -49,11 +49,7 @@ def fsdp(
 
 def _config(auto_wrap: bool, mp: str, shard_strat: str, block: type[nn.Module] | None) -> Config:
     """The arguments as a configuration. Raises UsageError with all problems."""
-    problems = [
-        *_unknown("mp", mp, PRECISIONS),
-        *_unknown("shard_strat", shard_strat, STRATEGIES),
-    ]
-    if problems:
+    if problems := [*_unknown("mp", mp, PRECISIONS), *_unknown("shard_strat", shard_strat, STRATEGIES)]:
         raise UsageError("\n".join(problems))
     section = FsdpConfig(
         sharding_strategy=STRATEGIES[shard_strat.upper()],
@@ -66,8 +62,7 @@ def _config(auto_wrap: bool, mp: str, shard_strat: str, block: type[nn.Module] |
 def _unknown(name: str, value: Any, known: dict[str, Any]) -> list[str]:
     if isinstance(value, str) and {value.lower(), value.upper()} & set(known):
         return []
-    near = get_close_matches(str(value).upper(), [key.upper() for key in known], 1)
-    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}."
+    hint = near_or(str(value).upper(), [key.upper() for key in known], f"use one of {', '.join(known)}.")
     return [f"fsdp: {name}: not known (got {value!r}); {hint}"]
 
 

@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from shardkit.errors import UsageError
+from shardkit.wording import near_or
 
 ARGUMENTS = {
     "deepspeed_plugin": "shardkit does not run DeepSpeed; strategies 1 to 5 are in shardkit.yaml under fsdp_config",
@@ -36,8 +37,7 @@ def refuse_arguments(arguments: dict[str, Any], known: Collection[str]) -> None:
 def _argument_text(name: str, value: Any, known: Collection[str]) -> str:
     if name in ARGUMENTS:
         return f"Accelerator({name}=...): not supported (got {value!r}); {ARGUMENTS[name]}."
-    near = get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}."
+    hint = near_or(name, known, f"it takes {', '.join(known)}.")
     return f"Accelerator({name}=...): unknown argument (got {value!r}); {hint}"
 
 

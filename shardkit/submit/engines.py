@@ -3,11 +3,11 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 
 from shardkit.errors import UsageError
 from shardkit.submit import jobset, kubeflow, kubernetes, ray_train, skypilot, slurm, ssh
 from shardkit.submit.job import Job
+from shardkit.wording import near_or
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,7 @@ def find(name: str) -> Engine:
     if not name:
         first, *rest = ENGINES
         raise UsageError(f"--to: the engine is missing (got none); add --to {first}, or one of {', '.join(rest)}.")
-    near = get_close_matches(name.lower(), ENGINES, 1)
-    hint = f"did you mean {near[0]}?" if near else f"use {', '.join(ENGINES)}."
+    hint = near_or(name.lower(), ENGINES, f"use {', '.join(ENGINES)}.")
     raise UsageError(f"--to: unknown engine (got {name!r}); {hint}")
 
 
@@ -121,7 +120,6 @@ def problems(engine: Engine, name: str | None, flags: set[str], options: Mapping
 
 def _problem_of_option(engine: str, known: Mapping[str, str], key: str, value: str) -> str | None:
     if key not in known:
-        near = get_close_matches(key, known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}."
+        hint = near_or(key, known, f"it has {', '.join(known) or 'none'}.")
         return f"--option: {engine} has no option with this name (got {key!r}); {hint}"
     return None if value else f"--option {key}: has no value (got {key!r}); write {key}=VALUE."

@@ -4,7 +4,6 @@ import errno
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from shardkit.log import get_logger
 from shardkit.tracking.installed import Mlflow, TensorBoard, Trackio, WeightsAndBiases
 from shardkit.tracking.records import Csv, JsonLines
 from shardkit.tracking.tracker import NoTracker, Step, Tracker, is_object, plain, refuse_others
+from shardkit.wording import near_or
 
 log = get_logger(__name__)
 
@@ -240,7 +240,6 @@ def _problem(name: str) -> str | None:
     if name in UNSUPPORTED:
         return f"{WHERE}: {name} is not supported; subclass shardkit.Tracker, and pass an object."
     if name not in KNOWN:
-        near = get_close_matches(name, KNOWN, 1)
-        hint = f"did you mean {near[0]}?" if near else f"use {', '.join(KNOWN)}, all, or a shardkit.Tracker."
+        hint = near_or(name, KNOWN, f"use {', '.join(KNOWN)}, all, or a shardkit.Tracker.")
         return f"{WHERE}: unknown tracker (got {name}); {hint}"
     return None
