@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import _WrappedHook
 from torch.nn.utils import parametrize
 
@@ -23,6 +22,7 @@ from shardkit.distributed.tensors import is_composed, is_dtensor, local_part, ou
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.sharding import parameters
+from shardkit.sharding.fsdp.internals import own_class
 from shardkit.sizes import in_words
 
 log = get_logger(__name__)
@@ -46,7 +46,7 @@ class DeepCopy:
         self._module, self._timeout_s, self._then = module, timeout_s, then
 
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
-        kind = _own_class(self._module)
+        kind = own_class(type(self._module))
         copier = getattr(kind, "__deepcopy__", None)
         if copier is not None and copier.__module__ != parametrize.__name__:
             raise UsageError(
@@ -94,11 +94,6 @@ class DeepCopy:
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     for inner in module.modules():
         yield from (one for one in (*inner._parameters.values(), *inner._buffers.values()) if one is not None)
-
-
-def _own_class(module: nn.Module) -> type[nn.Module]:
-    kinds: Any = type(module).__mro__
-    return next(kind for kind in kinds if not issubclass(kind, FSDPModule))
 
 
 def _of_script(module: nn.Module) -> Iterator[tuple[str, Any]]:

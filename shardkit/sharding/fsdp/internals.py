@@ -68,6 +68,12 @@ def taking_containers() -> Iterator[None]:
         place._validate_module = found  # type: ignore[attr-defined]
 
 
+def own_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that a module had before fully_shard has put one of FSDP's on it."""
+    bases: Any = kind.__mro__
+    return next(base for base in bases if not issubclass(base, FSDPModule))
+
+
 def root_of(model: nn.Module) -> Any:
     return model._get_fsdp_state()  # type: ignore[operator]
 

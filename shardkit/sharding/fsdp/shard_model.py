@@ -103,7 +103,7 @@ def _name_as_before(kind: type[nn.Module]) -> None:
 
     Libraries look up models by these: the Trainer whether labels are shifted, diffusers what a saved pipeline loads.
     """
-    own = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
+    own = internals.own_class(kind)
     kind.__name__, kind.__qualname__, kind.__module__ = own.__name__, own.__qualname__, own.__module__
 
 
