@@ -51,9 +51,7 @@ def is_used() -> bool:
     forked after that."""
     if xla.is_started():
         return True
-    found = torch.accelerator.current_accelerator()
-    begun = getattr(_module(found), "is_initialized", None) if found is not None else None
-    return bool(begun is not None and begun())
+    return _answers("is_initialized")
 
 
 def finish() -> None:
@@ -71,9 +69,7 @@ def finish_stream() -> None:
 def is_lost_after_fork() -> bool:
     """For a forked process: whether it cannot use the accelerator, since the process it was forked from has initialized
     it, or has only asked the driver (torch.cuda.is_available)."""
-    found = torch.accelerator.current_accelerator()
-    tell = getattr(_module(found), "_is_in_bad_fork", None) if found is not None else None
-    return bool(tell is not None and tell())
+    return _answers("_is_in_bad_fork")
 
 
 def backend_for(device: torch.device) -> str:
@@ -193,6 +189,12 @@ def draws_by_offset(device: torch.device) -> bool:
         return False
     found = random_state()
     return found is None or found[0] != device.type or found[1].numel() == 16
+
+
+def _answers(question: str) -> bool:
+    """Whether the accelerator's module has this function, and it says yes."""
+    found = torch.accelerator.current_accelerator()
+    return found is not None and bool(getattr(_module(found), question, lambda: False)())
 
 
 def _properties(device: torch.device) -> Any:

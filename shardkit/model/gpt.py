@@ -53,10 +53,11 @@ def parse(text: str) -> GptShape:
 
 
 def _number(name: str, text: str) -> int | bool | None:
-
-    value = read_bool(text) if name == "tied" else read_count(text)
+    """The value of one of the sizes; None where it is none."""
     if name == "tied":
-        return value if isinstance(value, bool) else None
+        answer = read_bool(text)
+        return answer if isinstance(answer, bool) else None
+    value = read_count(text)
     return value if isinstance(value, int) and 0 < value <= _most(name) else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,7 +49,8 @@ class GradScaler(torch.amp.GradScaler):
             # Copied to the device before: torch's own copy of a scale on a GPU for gradients in host memory does not
             # wait for its end, so that the kernels could read what was there before.
             scale, has_inf = inv_scale.to(device), found_inf.to(device)
-            found |= super()._unscale_grads_(_Parts([{"params": parts}]), scale, has_inf, allow_fp16)  # type: ignore[arg-type]
+            groups: Any = SimpleNamespace(param_groups=[{"params": parts}])  # all that is asked of an optimizer
+            found |= super()._unscale_grads_(groups, scale, has_inf, allow_fp16)
         if any(is_dtensor(p) for p in parameters):  # whole gradients are the same on every rank
             for value in found.values():
                 everywhere = value.to(inv_scale.device)  # offloaded gradients: NCCL reduces nothing in host memory
@@ -68,13 +69,6 @@ class GradScaler(torch.amp.GradScaler):
     def has_checks(self) -> bool:
         """Whether any gradients were checked for an overflow since the last update, which is an error without."""
         return any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """The part of an optimizer that unscaling uses."""
-
-    param_groups: list[dict[str, Any]]
 
 
 def _by_device(parameters: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
