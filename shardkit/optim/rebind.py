@@ -51,27 +51,24 @@ def rebind(optimizer: torch.optim.Optimizer, names_before: ParameterNames, model
     object. Parameters of other models are not touched. Raises ModelError, with the optimizer unchanged, where a state
     tensor is neither a number nor of its parameter's shape, or is on the meta device.
     """
-    present = present_parameters(names_before, model_after)
-    old = list(parameters_of(optimizer))
-    for parameter in old:
-        if id(parameter) in present and parameter in optimizer.state:
-            _refuse_empty(optimizer, names_before.names[id(parameter)], optimizer.state[parameter])
-    new = {id(p): present[id(p)] for p in old if id(p) in present}
-    changed = [p for p in old if id(p) in new and new[id(p)] is not p]
-    states = {
-        id(p): _moved_state(optimizer, names_before.names[id(p)], optimizer.state[p], new[id(p)])
-        for p in changed
-        if p in optimizer.state
+    names, present = names_before.names, present_parameters(names_before, model_after)
+    state = optimizer.state
+    pairs = [(old, present[id(old)]) for old in parameters_of(optimizer) if id(old) in present]
+    for old, _ in pairs:
+        if old in state:
+            _refuse_empty(optimizer, names[id(old)], state[old])
+    changed = [(old, new) for old, new in pairs if new is not old]
+    moved: dict[torch.Tensor, Any] = {
+        new: _moved_state(optimizer, names[id(old)], state[old], new) for old, new in changed if old in state
     }
     for group in optimizer.param_groups:
-        group["params"][:] = [new.get(id(p), p) for p in group["params"]]  # LBFGS and others keep this list
-    for parameter in changed:
-        optimizer.state.pop(parameter, None)
-    for identity, state in states.items():
-        optimizer.state[new[identity]] = state
-    for parameter in new.values():
-        if parameter in optimizer.state:
-            _move(optimizer, optimizer.state[parameter], parameter)
+        group["params"][:] = [present.get(id(p), p) for p in group["params"]]  # LBFGS and others keep this list
+    for old, _ in changed:
+        state.pop(old, None)
+    state.update(moved)
+    for _, new in pairs:
+        if new in state:
+            _move(optimizer, state[new], new)
 
 
 def _refuse_empty(optimizer: torch.optim.Optimizer, fqn: str, state: dict[str, Any]) -> None:
