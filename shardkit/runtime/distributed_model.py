@@ -53,30 +53,35 @@ def distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: b
     A model that is sharded already with the same settings (before `free_memory`, or by an earlier Accelerator) only
     gets `weights`, where given.
     """
-    from shardkit.sharding.parallelize import distribute
-
     precision.autocast_forward(model, run.config, run.device)
     names, cut = rebind.ParameterNames.of(model), _cut_of(run)
+    is_sharded = run.mesh is not None or run.config.mode == "xla"
     if (before := _sharded_before.get(model)) is not None and before.cut == cut:
         _refuse_added(model, before.names)
         load(run, model, weights)
         names = before.names
     else:
-        if run.mesh is not None and not moves:
-            log.info("device_placement: no effect on %s: FSDP places its shards.", type(model).__name__)
-        tree = run.trees[model]
-        config, off = for_one_of(run.config, tree, [other for one, other in run.trees.items() if one is not model])
-        if off:
-            name = type(model).__name__
-            log.info("%s: off for %s, which has no repeated blocks as the other models have.", " and ".join(off), name)
-        distribute(model, config, run.mesh, run.process, None if weights is None else Path(weights), moves)
-        if run.mesh is not None or run.config.mode == "xla":
-            _sharded_before[model] = _Before(cut, names, tree)
-        if run.mesh is not None and run.mesh.size(run.mesh.ndim - 1) > 1:  # else a forward needs no other rank
-            evaluations.watch(model, config)
-    if run.mesh is not None or run.config.mode == "xla":
+        _distribute(run, model, None if weights is None else Path(weights), moves)
+        if is_sharded:
+            _sharded_before[model] = _Before(cut, names, run.trees[model])
+    if is_sharded:
         save_pretrained.replace(run, model)
     return names
+
+
+def _distribute(run: Run, model: nn.Module, weights: Path | None, moves: bool) -> None:
+    """Distributes the model with the settings that are meant for it. Collective."""
+    from shardkit.sharding.parallelize import distribute
+
+    name, tree = type(model).__name__, run.trees[model]
+    if run.mesh is not None and not moves:
+        log.info("device_placement: no effect on %s: FSDP places its shards.", name)
+    config, off = for_one_of(run.config, tree, [other for one, other in run.trees.items() if one is not model])
+    if off:
+        log.info("%s: off for %s, which has no repeated blocks as the other models have.", " and ".join(off), name)
+    distribute(model, config, run.mesh, run.process, weights, moves)
+    if run.mesh is not None and run.mesh.size(run.mesh.ndim - 1) > 1:  # else a forward needs no other rank
+        evaluations.watch(model, config)
 
 
 def load(run: Run, model: nn.Module, weights: str | Path | None) -> None:

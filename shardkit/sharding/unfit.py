@@ -26,16 +26,8 @@ OLDEST_FOR_INTEGERS = (2, 12)
 
 def problems(model: nn.Module, config: Config) -> list[str]:
     """What is wrong with a model that cannot be parallelized; empty for one that can."""
-    for module in model.modules():
-        name = type(module).__name__
-        own = (parameter for parameter in module._parameters.values() if parameter is not None)
-        if is_fsdp(module) or any(_is_spread(parameter, config) for parameter in own):
-            return [
-                f"model: is already sharded (got a sharded {name} in it), by the script, by an Accelerator with other "
-                "settings, or as a part of another model; build the model anew, and prepare it once."
-            ]
-        if _is_parallel(module, config):
-            return [f"model: is already parallel (got a {name} in it); give the unwrapped model, once."]
+    if (problem := next(filter(None, (_already(module, config) for module in model.modules())), None)) is not None:
+        return [problem]
     lazy = [fqn for fqn, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     found = [f"model: {fqn} has no shape yet; run one batch through the model first." for fqn in lazy]
     found += packed.problems(model)
@@ -49,6 +41,20 @@ def problems(model: nn.Module, config: Config) -> list[str]:
     if config.mode in ("fsdp", "ddp") and config.num_processes > 1:
         found += _changed_in_forward(model)
     return found
+
+
+def _already(module: nn.Module, config: Config) -> str | None:
+    """What is wrong with a model in which this module is; None where it is neither sharded nor parallel."""
+    name = type(module).__name__
+    own = (parameter for parameter in module._parameters.values() if parameter is not None)
+    if is_fsdp(module) or any(_is_spread(parameter, config) for parameter in own):
+        return (
+            f"model: is already sharded (got a sharded {name} in it), by the script, by an Accelerator with other "
+            "settings, or as a part of another model; build the model anew, and prepare it once."
+        )
+    if _is_parallel(module, config):
+        return f"model: is already parallel (got a {name} in it); give the unwrapped model, once."
+    return None
 
 
 def _is_parallel(module: nn.Module, config: Config) -> bool:

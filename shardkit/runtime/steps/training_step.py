@@ -228,14 +228,19 @@ def _own_parameters(run: Run, parameters: Any) -> list[torch.Tensor]:
         for one in run.taken:
             present |= rebind.present_parameters(one.names_before, one.model)
         chosen = [present.get(id(parameter), parameter) for parameter in chosen]
-    if not run.models or any(parameter.grad is not None for parameter in chosen):
-        return chosen
-    own = {id(parameter) for model in run.models for parameter in every_parameter(model)}
-    if any(id(parameter) in own for parameter in chosen):
-        return chosen
-    raise UsageError(
-        f"clip: not parameters of a prepared model (got {len(chosen)}); use model.parameters() of the prepared model."
-    )
+    _refuse_strangers(run, chosen)
+    return chosen
+
+
+def _refuse_strangers(run: Run, parameters: Sequence[torch.Tensor]) -> None:
+    """UsageError where none of them has a gradient, nor is of a prepared model."""
+    own = (id(parameter) for model in run.models for parameter in every_parameter(model))
+    has_gradients = any(parameter.grad is not None for parameter in parameters)
+    if run.models and not has_gradients and {id(parameter) for parameter in parameters}.isdisjoint(own):
+        raise UsageError(
+            f"clip: not parameters of a prepared model (got {len(parameters)}); use model.parameters() of the prepared "
+            "model."
+        )
 
 
 def _warn_of_nothing_to_clip(run: Run) -> None:
