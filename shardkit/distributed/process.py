@@ -104,13 +104,13 @@ def check_world(config: Config, chosen: Mapping[str, str]) -> Config:
     config = config.changed(num_processes=ranks.world_size)
     if ranks.world_size == 1 and config.mode == "fsdp" and _shards_alone(config):
         config = config.changed(distributed_type=DistributedType.NO)
-    if config.mode == "single" and "distributed_type" not in chosen and ranks.world_size > 1:
-        config = config.changed(distributed_type=DistributedType.FSDP)
     if config.mode == "single" and ranks.world_size > 1:
-        raise ConfigError(
-            f"distributed_type: NO means one process (got {ranks.world_size} launched); "
-            "use FSDP, MULTI_GPU or MULTI_CPU, or launch one process."
-        )
+        if "distributed_type" in chosen:
+            raise ConfigError(
+                f"distributed_type: NO means one process (got {ranks.world_size} launched); "
+                "use FSDP, MULTI_GPU or MULTI_CPU, or launch one process."
+            )
+        config = config.changed(distributed_type=DistributedType.FSDP)
     return config
 
 

@@ -30,3 +30,9 @@ class SaveSession:
     unfinished: Unfinished = field(default_factory=Unfinished)
     has_warned_of: set[str] = field(default_factory=set)
     """Kinds of differences between ranks, as `replicas.Drift` has them."""
+
+    def release(self) -> None:
+        """Lets other runs use the folder."""
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None

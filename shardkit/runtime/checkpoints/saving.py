@@ -151,8 +151,8 @@ def wait(run: Run) -> None:
 
 def close(run: Run) -> None:
     """Finishes the save in flight and releases the folder's lock. Collective, if anything was saved or loaded."""
-    if run.saving_alone is not None and run.saving_alone.lock is not None:
-        run.saving_alone.lock.release()
+    if run.saving_alone is not None:
+        run.saving_alone.release()
     run.saving_alone = None
     session = run.saving
     if session is None:
@@ -161,8 +161,7 @@ def close(run: Run) -> None:
         wait(run)
     finally:
         run.saving = None
-        if session.lock is not None:
-            session.lock.release()
+        session.release()
 
 
 def forget(run: Run) -> None:
@@ -221,9 +220,7 @@ def _claim(session: SaveSession, root: Place) -> None:
     if session.lock is not None and session.lock.path.parent == root and session.lock.is_in_place():
         return
     folder.make(root)
-    if session.lock is not None:
-        session.lock.release()
-        session.lock = None
+    session.release()
     control = session.control
     # Half of the time after which the other ranks, which wait meanwhile, give up.
     session.lock = lock.acquire(root, session.run_id, prune_s=control.timeout_s / 2, meanwhile=control.work)
