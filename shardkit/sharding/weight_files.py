@@ -34,26 +34,20 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
     except ModelError as error:
         return set(), [f"{weights}: {error}"]
     state = {fqn: one for fqn, one in model.state_dict(keep_vars=True).items() if isinstance(one, torch.Tensor)}
-    names: dict[int, list[str]] = {}
-    for fqn, tensor in state.items():
-        names.setdefault(id(tensor), []).append(fqn)
+    there = {fqn: files[clean_name(fqn)] for fqn in state if clean_name(fqn) in files}
+    first = {id(state[fqn]): fqn for fqn in reversed(there)}  # of the names of each tensor
+    loaded = {fqn for fqn, tensor in state.items() if id(tensor) in first}
     opened = cache(partial(safe_open, framework="pt"))
     detached, of_own_code = custom_state.detached_names(model, state), {}
-    used: set[str] = set()
-    loaded: set[str] = set()
     problems: list[str] = []
-    for aliases in names.values():
-        there = {fqn: files[clean_name(fqn)] for fqn in aliases if clean_name(fqn) in files}
-        if not there:
-            continue
-        used.update(name for name, _ in there.values())
-        loaded.update(aliases)
-        fqn, (name, path) = next(iter(there.items()))
+    for fqn in (fqn for fqn in there if first[id(state[fqn])] == fqn):
+        name, path = there[fqn]
         if fqn in detached:
             of_own_code[clean_name(fqn)] = opened(path).get_tensor(name)
         elif problem := _read_one(opened(path), name, state[fqn]):
             problems.append(f"{path}: {problem}")
-    _warn_of_rest(weights, {name for name, _ in files.values()} - used, sorted(map(clean_name, {*state} - loaded)))
+    unused = {name for name, _ in files.values()} - {name for name, _ in there.values()}
+    _warn_of_rest(weights, unused, sorted(map(clean_name, {*state} - loaded)))
     if not problems and (of_own_code or custom_state.is_customized(model)):
         try:
             custom_state.load(model, of_own_code, is_strict=True)
