@@ -158,7 +158,7 @@ class _Poller:
         self._round = 0
         self._asked_at = time.monotonic()
         self._boundary: int | None = None
-        self._has_announced = self._has_warned = False
+        self._has_reported = self._has_warned = False
         self._different: list[int] = []
 
     def poll(self, agreement: BackgroundAgreement) -> float:
@@ -193,39 +193,45 @@ class _Poller:
 
     def _compare(self, agreement: BackgroundAgreement) -> None:
         key = f"trace/{self._round}"
-        if agreement.rank == 0 and self._boundary is None and time.monotonic() - self._asked_at >= COMPARE_EVERY_S:
-            self._asked_at = time.monotonic()
-            if agreement._passed:
-                self._store.set(f"{key}/at", str(agreement._passed))
-        if self._boundary is None and self._store.check([f"{key}/at"]):
-            self._boundary = int(self._store.get(f"{key}/at"))
-            self._has_announced = False
         if self._boundary is None:
+            self._find_boundary(key, agreement)
+        if self._boundary is None or not self._is_reported(key, self._boundary, agreement):
             return
-        if not self._has_announced:
-            report = agreement._report_at(self._boundary)
-            if report is None and agreement._passed < self._boundary:
-                return
-            self._store.set(f"{key}/{agreement.rank}", json.dumps(report))
-            self._has_announced = True
         if agreement.rank == 0:
-            answers = self._of_all(key, agreement)
-            if answers is None:
-                return
-            reports = [json.loads(text) for text in answers]
-            self._different = _different(reports, _is_other_trace)
-            if self._different:
-                self._store.set("stop/told", "0")
-            self._warn_of_rates(_different(reports, _is_other_rate), agreement)
-            self._store.set(f"{key}/done", "1")
+            self._judge(key, agreement)
         if self._store.check([f"{key}/done"]):
             self._forget(key, agreement)
             self._round, self._boundary = self._round + 1, None
 
-    def _warn_of_rates(self, different: list[int], agreement: BackgroundAgreement) -> None:
-        if different and not self._has_warned:
+    def _find_boundary(self, key: str, agreement: BackgroundAgreement) -> None:
+        """Reads the boundary of this round from the store, where rank 0 puts one, if its time has come."""
+        if agreement.rank == 0 and time.monotonic() - self._asked_at >= COMPARE_EVERY_S:
+            self._asked_at = time.monotonic()
+            if agreement._passed:
+                self._store.set(f"{key}/at", str(agreement._passed))
+        if self._store.check([f"{key}/at"]):
+            self._boundary, self._has_reported = int(self._store.get(f"{key}/at")), False
+
+    def _is_reported(self, key: str, boundary: int, agreement: BackgroundAgreement) -> bool:
+        """Whether this rank's report is in the store: now, unless the rank is yet to pass the boundary."""
+        report = None if self._has_reported else agreement._report_at(boundary)
+        if not self._has_reported and (report is not None or agreement._passed >= boundary):
+            self._store.set(f"{key}/{agreement.rank}", json.dumps(report))
+            self._has_reported = True
+        return self._has_reported
+
+    def _judge(self, key: str, agreement: BackgroundAgreement) -> None:
+        """On rank 0, compares the reports once all are in the store."""
+        if (answers := self._of_all(key, agreement)) is None:
+            return
+        reports = [json.loads(text) for text in answers]
+        self._different = _different(reports, _is_other_trace)
+        if self._different:
+            self._store.set("stop/told", "0")
+        if (with_other_rates := _different(reports, _is_other_rate)) and not self._has_warned:
             self._has_warned = True
-            agreement._on_rates(different)
+            agreement._on_rates(with_other_rates)
+        self._store.set(f"{key}/done", "1")
 
     def _forget(self, key: str, agreement: BackgroundAgreement) -> None:
         """Deletes keys of finished rounds, which would otherwise stay in the store."""
