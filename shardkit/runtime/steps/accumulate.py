@@ -7,7 +7,7 @@ is the mean over its micro-batches, so a window of n, also a short one, equals o
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -30,6 +30,25 @@ from shardkit.sharding import hooks
 from shardkit.sharding.gradient_sync import deferred, has_gradients, reduces
 
 NEVER = ("never", -1)
+
+
+@dataclass
+class _Window:
+    """The micro-batches of one optimizer step. In loops without `accumulate()` the last one, or one of none."""
+
+    planned_size: int
+    """Micro-batches that it was to have when it began; its losses are divided by it."""
+    before: Backwards
+    """Those until it began."""
+    returned_before: int
+    """As `hooks.times_returned` until then."""
+    is_full: bool = True
+    full_size: int = 0
+    """Micro-batches, once it is full; 0 while it is being filled, and in loops without `accumulate()`."""
+    loader: PreparedLoader | None = None
+    """The one whose end ends it."""
+    deferred: Sequence[nn.Module] = ()
+    """Models whose gradients of the present micro-batch wait for a later one to reduce them."""
 
 
 class Accumulation:
@@ -67,19 +86,10 @@ class Accumulation:
 
         self.thread: threading.Thread | None = None
         """Of the last step of a prepared optimizer."""
-        self._planned_size = steps
-        """Micro-batches that the window was to have when it began; its losses are divided by it."""
-        self._is_full = True
-        self._full_size = 0
-        """Micro-batches of the full window; 0 while one is being filled, and in loops without `accumulate()`."""
-        self._full_windows = 0
-        self._loader_of_window: PreparedLoader | None = None
-        self._deferred_models: Sequence[nn.Module] = ()
-
-        self._backwards = Backwards()
-        self._before_window = self._before_micro_batch = self._at_step = self._backwards
-        self._returned_before_window = hooks.times_returned()
+        self._backwards = self._before_micro_batch = self._at_step = Backwards()
         self._is_own_backward = False
+        self._window = _Window(steps, self._backwards, hooks.times_returned())
+        self._full_windows = 0
 
         self.optimizers: WeakSet[Any] = WeakSet()
         """The prepared optimizers, which add themselves."""
@@ -97,15 +107,15 @@ class Accumulation:
 
         A window whose loop was left (`break`) is not filled any further.
         """
-        if self._is_full:
+        if self._window.is_full:
             return False
-        loader = self._loader_of_window
+        loader = self._window.loader
         return self.is_inside or not self.ends_with_data or loader is None or loader.is_iterating
 
     def declare(self, is_full: bool) -> None:
         """For a loop that counts its micro-batches itself, outside of `micro_batch`: whether this one is the last of
         its window, so that optimizers step. Such a loop also controls when gradients are reduced (`no_sync`)."""
-        self._is_full, self._loader_of_window, self._deferred_models = is_full, None, ()
+        self._window.is_full, self._window.loader, self._window.deferred = is_full, None, ()
 
     @contextmanager
     def micro_batch(self, models: Sequence[nn.Module]) -> Iterator[None]:
@@ -127,7 +137,7 @@ class Accumulation:
         finally:
             self.is_inside = False
         xla.flush()
-        if self._is_full:
+        if self._window.is_full:
             self.counters.micro_step = 0
             self.turns.end_window()
             self.data.end()
@@ -135,8 +145,8 @@ class Accumulation:
     @contextmanager
     def _deferring(self, models: Sequence[nn.Module]) -> Iterator[None]:
         with ExitStack() as stack:
-            if not self._is_full:
-                self._deferred_models = [*self._deferred_models, *models]
+            if not self._window.is_full:
+                self._window.deferred = [*self._window.deferred, *models]
                 for model in models:
                     stack.enter_context(deferred(model))
             yield
@@ -157,14 +167,14 @@ class Accumulation:
         self.boundaries.before_batch()
         self.turns.before_backward()
         progress.post("backward", self.counters.step)
-        if not (self.is_inside and self._full_size > 1):
+        if not (self.is_inside and self._window.full_size > 1):
             # Earlier gradients of this window, of an optimizer yet to step, have the old scale.
             self.loss_scale.before_backward()
         if not self.is_inside:
-            self._full_size = 0
+            self._window.full_size = 0
         self._backwards = replace(self._backwards, own=self._backwards.own + 1)
         self.events.on_loss(loss)
-        divisor = self._planned_size if self.counters.micro_step else self.steps
+        divisor = self._window.planned_size if self.counters.micro_step else self.steps
         if divisor > 1:
             loss = loss / divisor
         self._is_own_backward = True
@@ -178,8 +188,8 @@ class Accumulation:
         if self.deferred_gradients.is_finishing:
             return
         self.turns.note_backward(model)
-        is_early = self.is_inside and not self._is_full
-        parts = (part for one in self._deferred_models for part in one.modules())  # accumulate() may get a wrapper
+        is_early = self.is_inside and not self._window.is_full
+        parts = (part for one in self._window.deferred for part in one.modules())  # accumulate() may get a wrapper
         is_deferred = is_early and any(model is part for part in parts)
         self.deferred_gradients.note_backward(model, is_deferred or not reduces(model))
         is_in_loop = active_loader(self.loaders) is not None
@@ -198,7 +208,7 @@ class Accumulation:
 
         Several optimizers may alternate in a window, so a backward in it may belong to another optimizer.
         """
-        return ("window", self._full_windows) if self._full_size else ("backward", self.backwards)
+        return ("window", self._full_windows) if self._window.full_size else ("backward", self.backwards)
 
     @property
     def backwards(self) -> int:
@@ -208,16 +218,16 @@ class Accumulation:
     def shortfall(self) -> float:
         """The factor that gradients still need: more than 1 in a short window. Gradients of a manual `loss.backward()`
         were not divided, so they are a sum."""
-        is_divided = self._backwards.since(self._before_window).own > 0
-        is_short = 0 < self._full_size < self._planned_size
-        return self._planned_size / self._full_size if is_divided and is_short else 1.0
+        is_divided = self._backwards.since(self._window.before).own > 0
+        planned, actual = self._window.planned_size, self._window.full_size
+        return planned / actual if is_divided and 0 < actual < planned else 1.0
 
     def complete_window(self) -> None:
         """Closes a window that the loop has left early: its micro-batches become a short window."""
-        if self._is_full or self.is_gathering():
+        if self._window.is_full or self.is_gathering():
             return
-        self._is_full = True
-        self._full_size = self.counters.micro_step
+        self._window.is_full = True
+        self._window.full_size = self.counters.micro_step
         self._full_windows += 1
 
     def unscale(self, optimizer: torch.optim.Optimizer, others: Sequence[torch.optim.Optimizer]) -> None:
@@ -234,7 +244,7 @@ class Accumulation:
     @property
     def backwards_outside_windows(self) -> int:
         """Backwards since the last step, of a loop without `accumulate()`; 0 in a window."""
-        return 0 if self._full_size else self._backwards.since(self._at_step).all
+        return 0 if self._window.full_size else self._backwards.since(self._at_step).all
 
     @property
     def has_scaled_gradients(self) -> bool:
@@ -247,7 +257,7 @@ class Accumulation:
         if not (self.is_inside and self.is_gathering()):
             return False
         trained = {id(parameter) for parameter in parameters}
-        return any(id(p) in trained for model in self._deferred_models for p in every_parameter(model))
+        return any(id(p) in trained for model in self._window.deferred for p in every_parameter(model))
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -295,9 +305,9 @@ class Accumulation:
         backward or while several optimizers alternate, the gradients of earlier micro-batches are still needed.
         """
         if self.is_gathering():
-            is_assigned = hooks.times_returned() > self._returned_before_window  # a script may have, in this window
-            return is_assigned or self._backwards.since(self._before_window).all > 0
-        if self._full_size <= 1 or not self.is_inside:
+            is_assigned = hooks.times_returned() > self._window.returned_before  # a script may have, in this window
+            return is_assigned or self._backwards.since(self._window.before).all > 0
+        if self._window.full_size <= 1 or not self.is_inside:
             return False
         return not self._backwards.since(self._before_micro_batch).all or self._has_stepped_in_micro_batch
 
@@ -312,7 +322,7 @@ class Accumulation:
         """Called by a loader when the loop requests the next batch: the previous one is done."""
         progress.post("data", self.counters.step)
         xla.flush()
-        by_hand = 0 if self._stepped or not self._is_full else self._backwards.all
+        by_hand = 0 if self._stepped or not self._window.is_full else self._backwards.all
         self.boundaries.after_batch(loader, is_window_open=self.counters.micro_step > 0, backwards_by_hand=by_hand)
         self.data.keep_random_states(self.loaders)
 
@@ -321,8 +331,7 @@ class Accumulation:
         self.boundaries.before_batch()
         progress.post("forward", self.counters.step)
         if self.counters.micro_step == 0:
-            self._planned_size = self.steps
-            self._before_window, self._returned_before_window = self._backwards, hooks.times_returned()
+            self._window = _Window(self.steps, self._backwards, hooks.times_returned())
         else:
             self._check_kept()
         self.turns.begin_micro_batch()
@@ -332,25 +341,25 @@ class Accumulation:
         self.micro_batches += 1
         loader = self.data.begin_micro_batch()
         is_last = self.ends_with_data and loader is not None and loader.end_of_dataloader
-        self._loader_of_window = loader
-        self._is_full = is_last or self.counters.micro_step >= self._planned_size
-        self._full_size = self.counters.micro_step if self._is_full else 0
-        self._full_windows += self._is_full
-        self._deferred_models = ()
-        if not self._is_full:
+        window = self._window
+        window.loader, window.deferred = loader, ()
+        window.is_full = is_last or self.counters.micro_step >= window.planned_size
+        window.full_size = self.counters.micro_step if window.is_full else 0
+        self._full_windows += window.is_full
+        if not window.is_full:
             self.data.keep_open()
-        self._note_batch(self._planned_size)
+        self._note_batch(window.planned_size)
 
     @eager
     def _take_back(self) -> None:
         """The window is as before the present micro-batch, unless this one has stepped."""
         if self.counters.micro_step:
             self.counters.micro_step -= 1
-            self._is_full, self._full_size = self.counters.micro_step == 0, 0
+            self._window.is_full, self._window.full_size = self.counters.micro_step == 0, 0
 
     def _check_kept(self) -> None:
         """Raises UsageError where the gradients of this window's earlier micro-batches are gone."""
-        had_backwards = self._backwards.since(self._before_window).through_models > 0
+        had_backwards = self._backwards.since(self._window.before).through_models > 0
         has_any = self.turns.has_set_aside() or any(map(has_gradients, self.models))
         if had_backwards and not self._has_stepped_in_micro_batch and not has_any:
             raise UsageError(
