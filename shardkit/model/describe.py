@@ -93,7 +93,7 @@ def to_json(description: ModelDescription) -> dict[str, Any]:
     return {
         "spec": description.spec,
         "name": description.name,
-        "tree": _node_to_json(description.tree),
+        "tree": _as_lists(description.tree),
         "facts": asdict(description.facts) if description.facts else None,
         "has_class_names": description.has_class_names,
         "notes": list(description.notes),
@@ -114,19 +114,11 @@ def from_json(data: dict[str, Any]) -> ModelDescription:
     )
 
 
-def _node_to_json(node: ModuleNode) -> list[Any]:
-    return [
-        node.fqn,
-        node.class_name,
-        [_parameter_to_json(p) for p in node.parameters],
-        [_node_to_json(child) for child in node.children],
-        node.is_container,
-        [_parameter_to_json(b) for b in node.buffers],
-        node.alias_of,
-        node.has_statistics,
-        node.is_lookup,
-        node.is_kept_whole,
-    ]
+def _as_lists(value: Any) -> Any:
+    """A node, with all below it, as the list of its fields; so are its parameters."""
+    if isinstance(value, (ModuleNode, Parameter)):
+        return [_as_lists(getattr(value, field.name)) for field in fields(value)]
+    return [_as_lists(one) for one in value] if isinstance(value, tuple) else value
 
 
 def _node_from_json(data: list[Any]) -> ModuleNode:
@@ -140,11 +132,6 @@ def _node_from_json(data: list[Any]) -> ModuleNode:
         tuple(_parameter_from_json(b) for b in buffers),
         *marks,
     )
-
-
-def _parameter_to_json(parameter: Parameter) -> list[Any]:
-    name, shape, *others = (getattr(parameter, field.name) for field in fields(Parameter))
-    return [name, list(shape), *others]
 
 
 def _parameter_from_json(data: list[Any]) -> Parameter:
