@@ -25,9 +25,7 @@ def reduce_buffers(model: nn.Module, reduction: Reduction = "mean") -> list[str]
     mine, everyone = _plain_buffers(model), control.start()
     kinds = {name: f"{buffer.dtype} {list(buffer.shape)}" for name, buffer in mine.items()}
     summary = [_digest_of(str(kinds).encode()), _digest_of(*map(bytes_of, mine.values()))]
-    same_kinds, same_values = everyone.decide(
-        summary, lambda answers: [len({*one}) == 1 for one in zip(*answers, strict=True)]
-    )
+    same_kinds, same_values = everyone.decide(summary, control.are_equal)
     if not same_kinds:
         raise UsageError(everyone.decide(kinds, _difference))
     if same_values:

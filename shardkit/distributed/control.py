@@ -289,6 +289,11 @@ def _problems_text(problems: list[str | None]) -> str | None:
     return "\n".join(f"{ranks_text(found)}: {text}" for text, found in ranks_with.items())
 
 
+def are_equal(answers: list[list[Any]]) -> list[bool]:
+    """For each of the values that every rank gives, whether all give the same."""
+    return [len({*of_ranks}) == 1 for of_ranks in zip(*answers, strict=True)]
+
+
 def unlike_rank_0(answers: list[Any]) -> list[int]:
     """The ranks whose answer differs from rank 0's."""
     return [rank for rank, answer in enumerate(answers) if answer != answers[0]]

@@ -7,7 +7,7 @@ import torch
 from shardkit import __version__, env
 from shardkit.config import files
 from shardkit.config.schema import Config
-from shardkit.distributed.control import ControlGroup
+from shardkit.distributed.control import ControlGroup, are_equal
 from shardkit.errors import ConfigError
 from shardkit.launch import names
 from shardkit.wording import ranks_text
@@ -19,7 +19,7 @@ def compare(config: Config, control: ControlGroup) -> None:
     differ between machines (see `files.shared_values`) are not compared. Collective."""
     versions = f"{__version__} with torch {torch.__version__}"
     mine = [env.get(names.CONFIG_DIGEST), files.digest(config), versions]
-    launched, run, installed = control.decide(mine, _equal_columns)
+    launched, run, installed = control.decide(mine, are_equal)
     if not installed:
         different = control.decide({"shardkit": versions}, _differences)
         raise ConfigError(
@@ -35,10 +35,6 @@ def compare(config: Config, control: ControlGroup) -> None:
         f"{where}: ranks have different configurations (got {different}); give every machine the same file, flags and "
         "arguments of Accelerator(...)."
     )
-
-
-def _equal_columns(answers: list[list[Any]]) -> list[bool]:
-    return [len({*column}) == 1 for column in zip(*answers, strict=True)]
 
 
 def _differences(answers: list[dict[str, Any]]) -> str:

@@ -39,7 +39,7 @@ _FUNCTIONS = ("_zeropower_via_newtonschulz", "_adjust_lr")
 def can_divide(optimizer: torch.optim.Optimizer) -> bool:
     """Whether this is torch's Muon as it is known here, on matrices that one dim of a mesh shards; another dim may
     replicate them."""
-    is_known = kind_of(optimizer) is getattr(torch.optim, "Muon", None) and set(optimizer.defaults) == _SETTINGS
+    is_known = kind_of(optimizer) is torch.optim.Muon and set(optimizer.defaults) == _SETTINGS
     if not is_known or not all(hasattr(torch.optim._muon, name) for name in _FUNCTIONS):
         return False
     return all(_is_split_once(p) for p in parameters_of(optimizer) if is_dtensor(p))

@@ -46,7 +46,7 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    reduce = _of_size(reduce_batch_size_fn or _smaller)
+    reduce = _of_size(reduce_batch_size_fn or (lambda size: size * 9 // 10))
     if not signature(function).parameters:
         raise UsageError(
             f"find_executable_batch_size: {function.__name__} takes no batch size (got no parameters); make the batch "
@@ -97,10 +97,6 @@ def _wait_for_others(size: int, failure: Exception | None) -> None:
             f"step (got: {reason.what}); start with a smaller batch, or give all ranks batches of one size, so that "
             "they run out of memory together."
         ) from failure
-
-
-def _smaller(size: int) -> int:
-    return size * 9 // 10
 
 
 def _of_size(reduce: Callable[..., int]) -> Callable[[int], int]:

@@ -32,7 +32,8 @@ _NO_BREAK = "\N{NO-BREAK SPACE}"
 def text(run: Run) -> str:
     """The table: world, strategy, models with their units, dtypes, batch, and where each setting comes from."""
     config, loaders = run.config, run.loaders
-    rows = [("world", of_world(run.process, config)), ("strategy", _strategy(config, run.mesh))]
+    strategy = ", ".join([_division(config, run.mesh), *_extras(config, run.mesh)])
+    rows = [("world", of_world(run.process, config)), ("strategy", strategy)]
     rows += _rows_of_models(run.models)
     rows += [("precision", _precision(config, run.models)), ("batch", _batch(run.process, config, loaders))]
     rows += [("settings", line) for line in _settings(config, run.chosen)]
@@ -66,10 +67,6 @@ def of_world(process: Process, config: Config) -> str:
     return f"{ranks}{where}, {process.device.type}{backend}"
 
 
-def _strategy(config: Config, mesh: DeviceMesh | None) -> str:
-    return ", ".join([_division(config, mesh), *_extras(config, mesh)])
-
-
 def _division(config: Config, mesh: DeviceMesh | None) -> str:
     """How models are divided."""
     strategy = config.fsdp.sharding_strategy.value
@@ -101,10 +98,6 @@ def _extras(config: Config, mesh: DeviceMesh | None) -> Iterator[str]:
         yield "compiled"
 
 
-def _is_spread(parameters: Sequence[torch.Tensor]) -> bool:
-    return any(xla.is_xla(parameter) and xla.is_spread(parameter) for parameter in parameters)
-
-
 def _mesh_of(here: xla.Devices) -> str:
     return f"replicate {here.replicate} x shard {here.shard}" if here.replicate > 1 else f"shard {here.shard}"
 
@@ -117,7 +110,8 @@ def _model_rows(model: nn.Module) -> list[tuple[str, str]]:
     frozen = sum(packed.numel(parameter) for parameter in parameters if not parameter.requires_grad)
     here = sum(_numel_here(parameter) for parameter in parameters)
     frozen_text = f", {frozen / total:.1%} frozen" if frozen else ""
-    where = f"over {_mesh_of(xla.devices())}" if _is_spread(parameters) else f"{count_text(here)} on this rank"
+    is_spread = any(xla.is_xla(parameter) and xla.is_spread(parameter) for parameter in parameters)
+    where = f"over {_mesh_of(xla.devices())}" if is_spread else f"{count_text(here)} on this rank"
     rows = [("model", f"{type(inner).__name__}: {count_text(total)} parameters{frozen_text}; {where}")]
     if is_fsdp(model):
         rows.append(("units", ", ".join(unit_texts(model))))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -244,8 +243,13 @@ def _initialize_area(
             left.append(fqn)
         else:
             done.add(id(target))
-            put(target, partial(_part_of, made[fqn]))
+            _take(target, made[fqn])
     return left
+
+
+def _take(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copies the whole value, or this rank's part of it, into the target."""
+    put(target, lambda slices: value if slices is None else value[slices])
 
 
 def _tensors_of(area: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
@@ -275,10 +279,6 @@ def _holding(modules: Iterable[nn.Module], others: Mapping[int, torch.Tensor]) -
     finally:
         for module, parameters, buffers in found:
             module._parameters, module._buffers = parameters, buffers
-
-
-def _part_of(value: torch.Tensor, slices: tuple[slice, ...] | None) -> torch.Tensor:
-    return value if slices is None else value[slices]
 
 
 def _call_initializer(model: nn.Module, fqn: str, module: nn.Module) -> None:

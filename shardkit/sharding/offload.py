@@ -59,14 +59,10 @@ def _offload(block: nn.Module, copies: _Copies) -> None:
 
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        with saved_tensors_hooks(pack, _unpack):
+        with saved_tensors_hooks(pack, lambda kept: kept if isinstance(kept, torch.Tensor) else kept()):
             return forward(*args, **kwargs)
 
     change_forward(block, "offload", offloading)
-
-
-def _unpack(kept: Any) -> torch.Tensor:
-    return kept if isinstance(kept, torch.Tensor) else kept()
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
@@ -120,10 +116,8 @@ class _Copies:
 
     def _of(self, tensor: torch.Tensor) -> _OnHost:
         storage = tensor.untyped_storage()
-        key = (
-            *(storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype),
-            tensor._version,
-        )
+        place = storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+        key = *place, tensor.dtype, tensor._version
         source, found = self._known.get(key, (None, None))
         if source is not None and found is not None and source() is storage and (copy := found()) is not None:
             return copy

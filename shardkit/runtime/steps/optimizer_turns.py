@@ -7,7 +7,7 @@ Here these are told apart: gradients between an optimizer's step and its next ze
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -41,14 +41,10 @@ class _Turn:
     """The step was in the micro-batch before; a `zero_grad`, as the one before that step, begins the next turn."""
     aside: TakenGradients | None = None
 
-    def put_back(self) -> None:
+    def give(self, back: Callable[[TakenGradients], None]) -> None:
+        """Gives what is set aside by `put_back` or `add_back`."""
         if self.aside is not None:
-            put_back(self.aside)
-            self.aside = None
-
-    def add_back(self) -> None:
-        if self.aside is not None:
-            add_back(self.aside)
+            back(self.aside)
             self.aside = None
 
 
@@ -72,7 +68,7 @@ class OptimizerTurns:
     def end(self, optimizer: Stepping) -> None:
         """Notes a step that the window has skipped."""
         turn = self._turns.setdefault(optimizer, _Turn())
-        turn.add_back()
+        turn.give(add_back)
         turn.has_stepped, turn.has_zeroed_since, turn.is_waiting = True, False, False
 
     def before_backward(self) -> None:
@@ -96,14 +92,14 @@ class OptimizerTurns:
     def keep_own(self, optimizer: Stepping, is_last: bool) -> None:
         """Drops gradients that are not of the optimizer's own turns, at a `zero_grad` while the window still needs
         these. `is_last`: in the window's last micro-batch."""
-        self._turns[optimizer].put_back()
+        self._turns[optimizer].give(put_back)
         if is_last:
             self._asked.append(optimizer)
 
     def join(self, optimizer: Stepping) -> None:
         """Before an optimizer steps: gradients that no `zero_grad` has dropped are its own, as in one process."""
         if (turn := self._turns.pop(optimizer, None)) is not None:
-            turn.add_back()
+            turn.give(add_back)
         self._asked = [one for one in self._asked if one is not optimizer]
 
     def drop(self, optimizer: Stepping) -> None:

@@ -39,7 +39,7 @@ def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offl
     mixed = precision.of(config)
     reshards = meaning.reshards_after_forward(config.fsdp)
     offload_policy = CPUOffloadPolicy(pin_memory=True) if offloads else OffloadPolicy()
-    left_out = set(units.replicated.values())
+    left_out, shards = set(units.replicated.values()), mesh.size(mesh.ndim - 1)
     if mixed.param is not None:
         precision.cast_between(model, units, mixed.param)
     _move(units.replicated.values(), accelerators.current(mesh.device_type))
@@ -63,7 +63,7 @@ def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offl
                 mp_policy=policy,
                 offload_policy=offload_policy,
                 ignored_params=left_out | elsewhere,
-                shard_placement_fn=partial(_placement, shards=mesh.size(mesh.ndim - 1)),
+                shard_placement_fn=lambda parameter: Shard(shard_dim(parameter.shape, shards)),
             )
         _name_as_before(type(unit.module))
         original_parameters.release(unit.parameters)
@@ -105,10 +105,6 @@ def _name_as_before(kind: type[nn.Module]) -> None:
     """
     own = internals.own_class(kind)
     kind.__name__, kind.__qualname__, kind.__module__ = own.__name__, own.__qualname__, own.__module__
-
-
-def _placement(parameter: nn.Parameter, shards: int) -> Shard:
-    return Shard(shard_dim(parameter.shape, shards))
 
 
 def _policy(mixed: Precision, is_root: bool, dtype: torch.dtype) -> MixedPrecisionPolicy:

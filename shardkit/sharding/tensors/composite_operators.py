@@ -30,8 +30,8 @@ _VIEWS = operators("t transpose.int permute unsqueeze")
 @cache
 def install() -> None:
     """Takes them apart. Has an effect once per process."""
-    handle((*_OF_ONE, *_OF_TWO), _taken_apart)
-    handle([_aten.result_type.Tensor], _result_type)
+    handle((*_OF_ONE, *_OF_TWO), lambda operator, args, kwargs: operator.decompose(*args, **kwargs))
+    handle([_aten.result_type.Tensor], lambda _, args, __: torch.result_type(*map(local_part, args)))
     handle(_VIEWS, as_torch_does)
     handle([_aten.detach_.default], lambda _, args, __: args[0])  # torch 2.11 lacks it; there, views come to it
     try:
@@ -44,14 +44,6 @@ def install() -> None:
         return not _is_taken_apart(operator) and has_decomposition(operator)
 
     DecompShardingStrategy.has_decomp = staticmethod(is_tried_whole)  # type: ignore[assignment, method-assign]
-
-
-def _result_type(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> torch.dtype:
-    return torch.result_type(*map(local_part, args))
-
-
-def _taken_apart(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return operator.decompose(*args, **kwargs)
 
 
 def _is_taken_apart(operator: Any) -> bool:

@@ -15,7 +15,6 @@ Products of matrices are not among them: their plain operands are activations, o
 Checked on torch 2.11 to 2.15.
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -153,8 +152,4 @@ def _each(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not any(map(_is_plain, tensors)):
         return as_torch_does(operator, args, kwargs)
     name = operator._schema.name.removeprefix("aten::_foreach_")
-    return one_by_one(name, args, kwargs, _call)
-
-
-def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return function(*args, **kwargs)
+    return one_by_one(name, args, kwargs, lambda function, args, kwargs: function(*args, **kwargs))
