@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -130,50 +130,43 @@ def _apart_policy(mixed: Precision, dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class Carried:
-    """Classes, attributes and hooks of the parameters before they were sharded, by fqn."""
+    """What a parameter had before it was sharded."""
 
-    classes: dict[str, type]
-    attributes: dict[str, dict[str, Any]]
-    hooks: dict[str, list[Any]]
+    kind: type
+    attributes: dict[str, Any]
+    hooks: list[Any]
 
     @classmethod
-    def of(cls, units: Units) -> Carried:
-        managed = {fqn: p for unit in units.units for fqn, p in unit.parameters.items()}
-        return cls(
-            {fqn: type(p) for fqn, p in managed.items()},
-            {fqn: parameters.attributes_of(p) for fqn, p in managed.items()},
-            {fqn: parameters.post_accumulate_hooks_of(p) for fqn, p in managed.items()},
-        )
+    def of(cls, units: Units) -> dict[str, Carried]:
+        """{fqn: what it had} of all parameters of the units."""
+        return {
+            fqn: cls(type(p), parameters.attributes_of(p), parameters.post_accumulate_hooks_of(p))
+            for unit in units.units
+            for fqn, p in unit.parameters.items()
+        }
+
+    def to(self, parameter: nn.Parameter) -> None:
+        """Carries it over to the sharded parameter, in place."""
+        parameter.__class__ = ShardedParameter  # type: ignore[assignment]
+        parameters.carry_over(self.attributes, parameter)
+        parameters.note_class(self.kind, parameter)
+        for hook in self.hooks:
+            hooks.hook_whether_trained(parameter, hook)
 
 
 def finish(
     model: nn.Module,
     units: Units,
-    carried: Carried,
+    carried: Mapping[str, Carried],
     config: Config,
     device: torch.device,
     compiled: Sequence[nn.Module],
 ) -> None:
     """The last step, when every parameter has its values: restores attributes and hooks, and installs the hooks of
     `unit_state`."""
-    for fqn, attributes in carried.attributes.items():
-        parameter = model.get_parameter(fqn)
-        parameter.__class__ = ShardedParameter  # type: ignore[assignment]
-        parameters.carry_over(attributes, parameter)
-        parameters.note_class(carried.classes[fqn], parameter)
-        for hook in carried.hooks[fqn]:
-            hooks.hook_whether_trained(parameter, hook)
-    vars(model)["zero_grad"] = partial(_zero_grad, model)
-    wait_s = meaning.longest_wait_s(config)
-    autocast = partial(precision.autocast_forward, config=meaning.without_shards(config), device=device)  # of a copy
-    # A script may load, move or copy a part of the model: model.encoder.load_state_dict(...), model.encoder.to(device).
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            vars(module)["__reduce_ex__"] = _refuse_pickling
-        if any(map(is_dtensor, every_parameter(module))):
-            vars(module)["__deepcopy__"] = DeepCopy(module, wait_s, autocast if module is model else None)
-            vars(module)["_apply"] = partial(_apply_in_place, module)
-            module.register_load_state_dict_pre_hook(_shard_what_is_loaded)
+    for fqn, one in carried.items():
+        one.to(model.get_parameter(fqn))
+    _replace_methods(model, config, device)
     shared = unit_state.adopt(model, _carry_to_gathered)
     shared.left = math.inf if config.debug else COMPARED * len(units.units)
     unit_state.finish(model, compiled)
@@ -185,6 +178,21 @@ def finish(
     if means.parameters and config.num_processes > 1:
         sync_with_model(model, means)
         unit_state.at_end_of_backward(model, means.parameters, partial(_reduce_replicated, means, shared))
+
+
+def _replace_methods(model: nn.Module, config: Config, device: torch.device) -> None:
+    """Replaces methods that torch's modules have for plain parameters. A script may load, move or copy a part of the
+    model: `model.encoder.load_state_dict(...)`, `model.encoder.to(device)`."""
+    vars(model)["zero_grad"] = partial(_zero_grad, model)
+    wait_s = meaning.longest_wait_s(config)
+    autocast = partial(precision.autocast_forward, config=meaning.without_shards(config), device=device)  # of a copy
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            vars(module)["__reduce_ex__"] = _refuse_pickling
+        if any(map(is_dtensor, every_parameter(module))):
+            vars(module)["__deepcopy__"] = DeepCopy(module, wait_s, autocast if module is model else None)
+            vars(module)["_apply"] = partial(_apply_in_place, module)
+            module.register_load_state_dict_pre_hook(_shard_what_is_loaded)
 
 
 def _reduce_replicated(means: GradientMean, trace: Trace) -> None:
