@@ -159,7 +159,7 @@ def uneven(length):
         for _ in range(2):
             for batch in loader:
                 dist.all_reduce(torch.zeros(1))  # a step: hangs where another rank has no batch
-                given.append((batch, loader.end_of_dataloader, loader.newest_loop.batch_samples))
+                given.append((batch, loader.end_of_dataloader, loader.newest_loop.piece.samples))
     return given, (loader.epoch, loader.samples_seen), lines
 
 

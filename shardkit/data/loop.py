@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 from weakref import ReferenceType, WeakMethod, ref
@@ -20,6 +20,7 @@ MOST_READ = 1024
 """Batches read ahead that are counted; micro-batches of a step are fewer."""
 MOST_HELD = 16
 """Batches read ahead whose tensors are known again."""
+_NONE = Piece(None, samples=0, of_rank=0, is_padded=False, is_last=False)
 
 
 class Call(WeakMethod):
@@ -82,16 +83,10 @@ class Loop:
     position: Position
     outer: "Loop | None" = None
     """The enclosing loop over the same loader."""
-    batch_samples: int = 0
-    """Samples in the current global batch, without padding."""
-    samples_of_rank: int = 0
-    """This rank's part of them, with padding."""
-    batches: int | None = None
-    """As `Share.batches`, of the current global batch."""
-    is_last: bool = False
+    piece: Piece = _NONE
+    """What is known of the current global batch; without the batch, which the script may drop."""
     ends_window: bool = False
-    """As `is_last`, unless the script says otherwise of the current batch."""
-    is_padded: bool = False
+    """As `piece.is_last`, unless the script says otherwise of the current batch."""
     last_yield: int = 0
     began: int = field(default_factory=lambda: next(_yields))
     """The value of the yield counter, shared by all loaders, when the loop began."""
@@ -143,9 +138,8 @@ class Loop:
         """Makes this the current batch."""
         before = self.position
         self.position = Position(before.epoch, before.samples + piece.samples, piece.state, before.order)
-        self.batch_samples, self.is_padded, self.samples_of_rank = piece.samples, piece.is_padded, piece.of_rank
-        self.is_last = self.ends_window = piece.is_last
-        self.batches, self.first = piece.batches, piece.first or self.first
+        self.piece, self.ends_window = replace(piece, batch=None, state=None), piece.is_last
+        self.first = piece.first or self.first
         self.is_unused, self.has_inner_ended = True, False
         self.last_yield = next(_yields)
         self._read.append(piece.samples)
@@ -153,7 +147,7 @@ class Loop:
 
     def refuse_early_end(self) -> None:
         """UsageError where the batches have ended before the last one: only this rank would leave its loop there."""
-        if self.yielded and not self.is_last:
+        if self.yielded and not self.piece.is_last:
             raise UsageError(
                 f"data: the dataset or collate_fn raised StopIteration, which ends the epoch on this rank alone (got "
                 f"{self.yielded} batches); return another sample where there is none, or make its length the number "
@@ -186,7 +180,7 @@ class Loop:
     @property
     def remainder(self) -> int:
         """Real samples in the current global batch if it is padded, else -1."""
-        return self.batch_samples if self.is_padded else -1
+        return self.piece.samples if self.piece.is_padded else -1
 
     @property
     def has_failed(self) -> bool:
@@ -204,7 +198,7 @@ class Loop:
     @property
     def is_at_its_end(self) -> bool:
         """Whether it is at its last batch, and no step has used that."""
-        return self.is_open and self.is_last and self.is_unused
+        return self.is_open and self.piece.is_last and self.is_unused
 
     @property
     def is_one_held(self) -> bool:

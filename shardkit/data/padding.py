@@ -56,7 +56,7 @@ def _real_of_batch(loaders: Sequence[PreparedLoader], given: Any, is_list: bool)
 
 def _warn_of_padding_kept(size: int | None, running: Sequence[Loop], ended: Sequence[Loop]) -> None:
     """Warns where values that contain no tensor of a batch may have padding that is not dropped."""
-    if any(loop.is_padded for loop in running) and not any(_may_be_of(size, loop) for loop in running):
+    if any(loop.piece.is_padded for loop in running) and not any(_may_be_of(size, loop) for loop in running):
         _warn_of_other_length()
     since = running[0].last_yield if running else 0
     if any(loop.last_yield > since and _may_be_padded(size, loop) for loop in ended):
@@ -74,10 +74,10 @@ def short_batch(loaders: Iterable[PreparedLoader], given: Any) -> tuple[int, int
         return None
     (loader, loop), tensors = candidates[0], leaves(given)
     whole = loader.batch_size
-    if whole is None or loop.batch_samples >= loader.total_batch_size or not tensors:
+    if whole is None or loop.piece.samples >= loader.total_batch_size or not tensors:
         return None
     is_whole = all(isinstance(leaf, torch.Tensor) and leaf.shape == (whole,) for leaf in tensors)
-    return (loop.samples_of_rank, loop.batch_samples) if is_whole else None
+    return (loop.piece.of_rank, loop.piece.samples) if is_whole else None
 
 
 def _real(loader: PreparedLoader, loop: Loop, size: int | None, is_list: bool) -> Real | None:
@@ -86,9 +86,9 @@ def _real(loader: PreparedLoader, loop: Loop, size: int | None, is_list: bool) -
     Where each rank has a whole batch, those of the first ranks are real. Tensors have `size` rows on every rank then,
     also where the batches differ in length: they cannot be gathered before they are padded.
     """
-    if not loop.is_padded:
+    if not loop.piece.is_padded:
         return None
-    remainder, batches = loop.remainder, loop.batches
+    remainder, batches = loop.remainder, loop.piece.batches
     if loader.has_ready_batches:
         return Real(remainder * (1 if size is None else size), remainder)
     if batches is not None:
@@ -101,15 +101,15 @@ def _real(loader: PreparedLoader, loop: Loop, size: int | None, is_list: bool) -
 def _may_be_of(size: int | None, loop: Loop) -> bool:
     """Whether so many samples may be those of the loop's current batch. Batches of different lengths are padded before
     they are gathered."""
-    is_known = size is not None and loop.local_samples is not None and loop.batches is None
-    return not is_known or size in (loop.local_samples, loop.samples_of_rank)
+    is_known = size is not None and loop.local_samples is not None and loop.piece.batches is None
+    return not is_known or size in (loop.local_samples, loop.piece.of_rank)
 
 
 def _may_be_padded(size: int | None, loop: Loop) -> bool:
     """Whether so many samples may be all of a loop that has ended with a padded batch, or those of this batch, with
     the padding."""
     is_of_last = size is not None and 1 < size == loop.local_samples  # one value may be anything
-    return loop.is_padded and (is_of_last or size == loop.local_total)
+    return loop.piece.is_padded and (is_of_last or size == loop.local_total)
 
 
 def _read_in_turns(loaders: Iterable[PreparedLoader]) -> list[tuple[PreparedLoader, Loop]]:
@@ -129,7 +129,7 @@ def _is_of(given: Any, loop: Loop) -> bool:
 
 def _is_of_earlier(given: Any, loop: Loop | None) -> bool:
     """Whether `given` contains a tensor of a batch before the newest, which is padded."""
-    if loop is None or not loop.is_padded:
+    if loop is None or not loop.piece.is_padded:
         return False
     return any(_contains(given, alive(tensors)) for tensors in loop.earlier)
 
