@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -111,7 +112,7 @@ def _launch(
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or _free_port())}
     variables = address | {f"SHARDKIT_SET_{key.upper()}": value for key, value in settings.items()}
     log.info("%s: starting %s.", name, counted(number, "rank"))
-    ranks = _begun(name, number, (number, function, tuple(args), variables))
+    ranks = _begun(name, number, partial(_run, function, tuple(args), variables, number))
     with _ended_with_the_call(name, ranks):
         while not ranks.join():  # returns whenever one is done; raises what a rank raised
             pass
@@ -140,17 +141,16 @@ def _ended_with_the_call(name: str, ranks: Any) -> Iterator[None]:
         raise
 
 
-def _begun(name: str, number: int, arguments: tuple[Any, ...]) -> Any:
-    """Forked ranks that are on their way into the function; `arguments`: those of `_rank` from `number` to `variables`.
+def _begun(name: str, number: int, run: Callable[[int], None]) -> Any:
+    """Forked ranks that are on their way into `run(rank)`.
 
     A rank that hangs before has inherited a lock that a thread of this process held at that moment (of the random
     numbers, for instance): all are forked anew, a few times. MachineError where one hangs every time."""
     context = multiprocessing.get_context("fork")
     for _ in range(TRIES):
         are_ready, go = context.RawArray("b", number), context.Event()
-        ranks = multiprocessing.start_processes(
-            _rank, (*arguments, are_ready, go), nprocs=number, join=False, start_method="fork"
-        )
+        arguments = (run, are_ready, go)
+        ranks = multiprocessing.start_processes(_rank, arguments, nprocs=number, join=False, start_method="fork")
         deadline = time.monotonic() + READY_S
         with _ended_with_the_call(name, ranks):
             while not all(are_ready) and time.monotonic() < deadline:
@@ -175,20 +175,20 @@ def _free_port() -> int:
         return int(socket.getsockname()[1])
 
 
-def _rank(
-    rank: int,
-    number: int,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    variables: dict[str, str],
-    are_ready: Any,
-    go: Any,
-) -> None:
+def _rank(rank: int, run: Callable[[int], None], are_ready: Any, go: Any) -> None:
+    """What a forked process does: it says that it has come so far, and runs when all have."""
     signal.signal(signal.SIGINT, _interrupted)
     torch.set_num_threads(1)  # the parent's OpenMP threads do not exist after a fork, and OpenMP would wait for them
     _take_locks()
     are_ready[rank] = 1
     go.wait()
+    run(rank)
+
+
+def _run(
+    function: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str], number: int, rank: int
+) -> None:
+    """Calls the function as this rank of so many."""
     here, of = str(rank), str(number)
     env.update(variables | {"RANK": here, "LOCAL_RANK": here, "WORLD_SIZE": of, "LOCAL_WORLD_SIZE": of})
     try:
