@@ -105,10 +105,16 @@ class BackgroundAgreement:
             self._answered = True
             return self._passed
 
-    def _set(self, **found: Any) -> None:
+    def _stop(self, at: int, different: list[int]) -> None:
+        """The loop stops at that boundary."""
         with self._changed:
-            for name, value in found.items():
-                setattr(self, f"_{name}", value)
+            self._stop_at, self._different = at, different
+            self._changed.notify_all()
+
+    def _lose(self, reason: str) -> None:
+        """The loop waits no longer for an answer."""
+        with self._changed:
+            self._lost = reason
             self._changed.notify_all()
 
     def _report_at(self, boundary: int) -> Report | None:
@@ -144,7 +150,7 @@ def _poll(reference: Callable[[], BackgroundAgreement | None], store: Any, close
         try:
             pause = poller.poll(agreement)
         except Exception as error:  # the rank that hosts the store has ended: the loop notices that by other means
-            agreement._set(lost=str(error))
+            agreement._lose(str(error))
             return
         del agreement
 
@@ -184,7 +190,7 @@ class _Poller:
                 self._store.set("stop/at", json.dumps([max(map(int, answers)) + 1, self._different]))
         if self._store.check(["stop/at"]):
             stop_at, different = json.loads(self._store.get("stop/at"))
-            agreement._set(stop_at=stop_at, different=different)
+            agreement._stop(stop_at, different)
 
     def _of_all(self, name: str, agreement: BackgroundAgreement) -> list[bytes] | None:
         """Every rank's value under this name; None where one is missing."""
