@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,19 +82,29 @@ def _operate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if name.startswith("_foreach_") and _has_sharded_list(args):
         return one_by_one(name.removeprefix("_foreach_"), args, kwargs, _operate)
     first: Any = args[0] if args else None
-    is_in_place = _is_in_place(name) and isinstance(first, torch.Tensor)
-    if is_in_place and not is_dtensor(first):
-        return function(first, *map(as_plain, args[1:]), **{key: as_plain(value) for key, value in kwargs.items()})
-    if is_in_place and is_single(first):
-        return in_place_of_whole(function, first, args[1:], kwargs)
+    if _is_in_place(name) and isinstance(first, torch.Tensor):
+        return _operate_in_place(function, args, kwargs)
     if name in _RESHAPES and is_dtensor(first) and (isinstance(first, CopiedPart) or is_uneven(first)):
         return as_copy(_settle_results(function(replicated(first), *args[1:], **kwargs)))
+    return _tried(function, args, kwargs, partial(of_whole, function, args, kwargs))
+
+
+def _operate_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, *others = args
+    if not is_dtensor(tensor):
+        return function(tensor, *map(as_plain, others), **{key: as_plain(value) for key, value in kwargs.items()})
+    on_whole = partial(in_place_of_whole, function, tensor, others, kwargs)
+    return on_whole() if is_single(tensor) else _tried(function, args, kwargs, on_whole)
+
+
+def _tried(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_whole: Callable[[], Any]) -> Any:
+    """What DTensor gives; where it lacks the operator, what the other function does."""
     try:
         return _settle_results(function(*args, **kwargs))
     except (NotImplementedError, RuntimeError) as error:
         if not any(words in str(error) for words in _LACKING):
             raise
-    return in_place_of_whole(function, first, args[1:], kwargs) if is_in_place else of_whole(function, args, kwargs)
+    return on_whole()
 
 
 def _has_sharded_list(args: Sequence[Any]) -> bool:
