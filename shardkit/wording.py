@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 def counted(number: int, noun: str, plural: str = "") -> str:
     """`1 rank`, `3 ranks`; `plural`: of a noun that does not just take an s."""
-    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def count_text(number: int) -> str:
@@ -14,7 +14,8 @@ def count_text(number: int) -> str:
         return f"{number:,}"
     rounded = float(f"{number:.3g}")  # first: 999,999,999 are 1 B
     factor, unit = next(one for one in ((10**12, "T"), (10**9, "B"), (10**6, "M")) if rounded >= one[0])
-    return f"{rounded / factor:.3g} {unit}"
+    value = rounded / factor
+    return f"{value:.3g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
 
 
 def first_few(names: Iterable[object], most: int) -> str:

@@ -30,6 +30,7 @@ from shardkit.plan.search import Question, find
 from shardkit.plan.simulated_optimizers import optimizer_factory
 from shardkit.plan.suggest import changes, suggest_from
 from shardkit.sizes import read_bytes
+from shardkit.wording import count_text
 
 SIMULATED = SimulationOptions(every_strategy=False, is_exact=False)
 SMALL = "gpt:layers=4,hidden=64,heads=4,vocab=500,seq=32"
@@ -405,7 +406,63 @@ def test_a_change_to_host_memory_says_how_much(capsys):
     assert change["host_bytes"] == pytest.approx(16 * found["model"]["parameters"] / 8, rel=0.01)
     text = plan(capsys, *asked)
     line = text.index("fsdp_offload_params: true")
-    assert text[line:].splitlines()[1].strip() == "with 1,880 GiB a rank in the host's memory"
+    assert text[line:].splitlines()[1].strip() == "with 1,880 GiB a rank in the host's memory: more than its part"
+
+
+def test_what_is_offloaded_is_compared_with_the_memory_of_the_machine(capsys):
+    """16 bytes a parameter of the shards, and 8 GiB for each rank's process, in a machine of eight."""
+    asked = ("gpt:layers=4,hidden=2048,heads=16", "--world", "16", "--batch-size", "1", "--device", "h100-80")
+    asked += ("--set", "fsdp_config.fsdp_offload_params=true")
+    usual = plan(capsys, *asked)
+    found = json.loads(plan(capsys, *asked, "--json"))
+    (held,) = (sum(one["host"].values()) for one in found["strategies"] if one["strategy"] == "FULL_SHARD")
+    assert held == pytest.approx(16 * found["model"]["parameters"] / 16, rel=0.01)
+    assert found["device"]["host_bytes_per_rank"] == 256 * 10**9
+    told = " ".join(usual.split())
+    assert f"Host memory: {held * 8 / GIB:,.1f} GiB, pinned, for 8 ranks of a machine; a rank's part is 238.4" in told
+    assert "(usual for H100 80 GB; --host-memory sets it), of which 8 GiB are for Python" in told
+    needed = 8 * (held + 8 * GIB)
+    for size, fits in ((needed - 2**20, False), (needed + 2**20, True)):
+        given = (*asked, "--host-memory", f"{size // 2**20}MiB")
+        data = json.loads(plan(capsys, *given, "--json"))
+        assert data["strategies"][0]["fits"] is fits
+        text = plan(capsys, *given)
+        assert ("in the host's memory, more than its part\n" in text) is not fits
+        assert "(from --host-memory), of which 8 GiB" in " ".join(text.split())
+        assert data["suggested"] != "FULL_SHARD" or fits  # what is not offloaded (NO_SHARD) may fit
+    fewest = plan(capsys, *asked, "--host-memory", "20GiB", "--find", "min-gpus")
+    assert "GiB in host memory, where its part is" in " ".join(fewest.split())
+    unknown = " ".join(plan(capsys, *asked[:-4], "80GiB", *asked[-2:]).split())
+    assert "pinned, for 8 ranks of a machine; what a machine has is not known, and not compared: add" in unknown
+    assert (
+        "--host-memory: not the memory of a machine (got 'much'); write 512GiB."
+        in refused(capsys, *asked, "--host-memory", "much")[1]
+    )
+
+
+def test_the_largest_batch_fits_the_host_memory_too():
+    """Where blocks keep their inputs in host memory."""
+    request = make_request("gpt:layers=24,hidden=2048,heads=16", device="h100-80", world_size=8)
+    request = request.with_config(
+        request.config.changed(fsdp={"activation_checkpointing": True}, shardkit={"offload_activations": True})
+    )
+    free = find(Question.MAX_BATCH, request).value
+    limited = replace(request, host_bytes=8 * (8 + 2) * GIB)
+    found = find(Question.MAX_BATCH, limited).value
+    assert isinstance(found, int) and isinstance(free, int)
+    assert 0 < found < free
+    assert row(_with(limited, batch_size=found)).fits
+    assert row(_with(limited, batch_size=found + 1)).fits is False
+
+
+def test_one_is_no_plural_and_thousands_have_commas(capsys):
+    out = plan(capsys, SMALL, "--world", "1", "--batch-size", "1", "--seq-len", "1", "--tokens", "1")
+    assert "1 rank, " in out and "micro-batch 1 x 1 token a rank" in out
+    assert "A run of 1 token, an estimate: 1 step of 1 token\n" in out
+    assert "<0.01 - <0.01 seconds" in out
+    assert "1 token a micro-batch" in " ".join(out.split())
+    assert "got '1000000T'" in refused(capsys, *RUN, "--tokens", "1000000T")[1]
+    assert count_text(5 * 10**15) == "5,000 T"
 
 
 def test_logits_in_16_bits_are_counted_in_fp32_and_a_note_says_so(capsys):
@@ -776,6 +833,9 @@ def test_a_device_as_people_write_it(name, expected):
         ("Quadro RTX 6000", 24 * GIB, "Quadro RTX 6000"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 102_642_286_592, "RTX PRO 6000"),
         ("NVIDIA RTX PRO 5000 Blackwell", 48 * GIB, "NVIDIA RTX PRO 5000 Blackwell"),
+        ("GAUDI3", 128 * GIB, "Gaudi 3"),
+        ("Intel(R) Data Center GPU Max 1550", 64 * GIB, "Max 1550"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 102_642_286_592, "RTX PRO 6000"),
         ("NVIDIA H20", 102_625_181_696, "H20 96 GB"),
         ("NVIDIA GB300", 298_013_687_808, "GB300"),
         ("AMD Instinct MI355X", 309_220_868_096, "MI355X"),

@@ -49,6 +49,12 @@ def plan(
         str | None,
         typer.Option(metavar="N", help="Total Gb/s of one machine's network adapters; default: the device's usual."),
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Host memory of one machine, for what is offloaded: 512GiB; default: the usual."
+        ),
+    ] = None,
     batch_size: Annotated[str | None, typer.Option(metavar="N", help="Sequences per micro-batch and rank.")] = None,
     seq_len: Annotated[
         str | None, typer.Option(metavar="N", help="Tokens per sequence; by default the model's maximum.")
@@ -135,6 +141,7 @@ def plan(
     sequence_tokens = problems.of(number_of_flag, "--seq-len", seq_len)
     run = problems.of(whole_run.asked, tokens, price)
     gigabits = problems.of(request.network_speed, network)
+    host_bytes = problems.of(request.host_memory, host_memory)
     one_strategy = None if _is_every(strategy) else strategy
     resolved = problems.of(request.configuration, path, settings or [], one_strategy, ranks, ranks_of_each, device)
     planned_device = problems.of(request.device_of, resolved or Config(), device, memory)
@@ -151,6 +158,7 @@ def plan(
         loss=logits,
         ema=averages,
         network=gigabits,
+        host_bytes=host_bytes,
         file=None if of or model else path,
         own_optimizer=optimizer.strip() if ":" in optimizer else None,
         own_batch=batch,

@@ -12,7 +12,7 @@ from shardkit.model.describe import ModelDescription
 from shardkit.plan.activations import Loss
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Estimate, estimate
-from shardkit.plan.devices import Device
+from shardkit.plan.devices import HOST_RESERVE_BYTES, Device
 from shardkit.plan.rank_memory import RankMemory
 from shardkit.plan.roofline import LINK_EFFICIENCY, StepTime, step_time
 from shardkit.plan.whole_run import RunEstimate, WholeRun, run_estimate
@@ -48,6 +48,8 @@ class PlanRequest:
     folder: Path | None = None
     run: WholeRun | None = None
     """The whole run, where its time is asked for."""
+    host_bytes: int | None = None
+    """Host memory of a machine, where that is given; else the device's is taken."""
 
     def with_config(self, config: Config) -> "PlanRequest":
         return replace(self, config=config)
@@ -55,6 +57,17 @@ class PlanRequest:
     @property
     def ranks_joined(self) -> int:
         return max(self.ranks_per_machine, self.device.joined)
+
+    @property
+    def ranks_of_a_machine(self) -> int:
+        return min(self.ranks_per_machine, self.world_size)
+
+    @property
+    def rank_device(self) -> Device:
+        """The device, with one rank's part of the host memory."""
+        if self.host_bytes is None:
+            return self.device
+        return replace(self.device, host_bytes=self.host_bytes // self.ranks_of_a_machine)
 
     @property
     def machines(self) -> int:
@@ -159,12 +172,13 @@ def row(request: PlanRequest, strategy: ShardingStrategy | None = None) -> Row:
     )
     time = step_time(tree, facts, found, request.device, request.batch_size, request.sequence_tokens)
     run = None if request.run is None or time is None else run_estimate(request.run, time, request.world_size)
-    return Row(config.fsdp.sharding_strategy, found, fits(request.device, found.memory), time, run=run)
+    return Row(config.fsdp.sharding_strategy, found, fits(request.rank_device, found.memory), time, run=run)
 
 
 def fits(device: Device, memory: RankMemory) -> bool | None:
-    """Whether a rank fits; None if unknown. If activations are missing, the result is False or None, never True."""
-    found = device.fits(memory.peak.total)
+    """Whether a rank fits, on its device and in its part of the host memory; None if unknown. If activations are
+    missing, the result is False or None, never True."""
+    found = device.fits(memory.peak.total) if device.host_has_room(memory.host.total) else False
     return None if found and not memory.activations_known else found
 
 
@@ -207,12 +221,14 @@ def to_json(answer: Answer) -> dict[str, Any]:
             "facts": asdict(request.description.facts) if request.description.facts else None,
         },
         "world_size": request.world_size,
-        "ranks_per_machine": min(request.ranks_per_machine, request.world_size),
+        "ranks_per_machine": request.ranks_of_a_machine,
         "ranks_joined": min(request.ranks_joined, request.world_size),
         "device": {
             "name": request.device.name,
             "memory_bytes": request.device.memory_bytes,
             "reserve_bytes": request.device.reserve_bytes,
+            "host_bytes_per_rank": request.rank_device.host_bytes,
+            "host_reserve_bytes": HOST_RESERVE_BYTES,
             "link_bytes_per_s": request.device.link_bytes_per_s,
             "network_bytes_per_s": request.device.network_bytes_per_s,
         },
@@ -224,7 +240,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "batch_size": request.batch_size,
         "seq_len": request.sequence_tokens,
         "run": asdict(request.run) if request.run else None,
-        "strategies": [_row_json(row, request.device) for row in answer.rows],
+        "strategies": [_row_json(row, request.rank_device) for row in answer.rows],
         "chosen": answer.chosen.value,
         "suggested": answer.suggested.value if answer.suggested else None,
         "reason": answer.reason,

@@ -46,7 +46,7 @@ def answer(
     notes: tuple[str, ...] = ()
     if how is not None:
         rows, notes = _refined(request, rows, how)
-    suggested, reason = suggest_from(rows, request.device)
+    suggested, reason = suggest_from(rows, request.rank_device)
     chosen = configured_strategy(request.config)
     is_too_large = next(row for row in rows if row.strategy is chosen).fits is False
     changed = changes(request) if is_too_large else ()

@@ -11,6 +11,9 @@ from shardkit.sizes import GIB, MIB, read_bytes
 # Memory of a CUDA process in addition to tensors: context, NCCL's buffers, cuBLAS workspaces. An assumption, printed
 # with every plan: a context takes around 0.5 GiB, and NCCL allocates a few hundred MiB per communicator.
 RESERVE_BYTES = 2 * GIB
+# Host memory of a rank in addition to tensors: Python, torch with CUDA's libraries, pinned batches, workers of loaders.
+# An assumption, printed where a plan has something in host memory, and what `shardkit submit` asks for.
+HOST_RESERVE_BYTES = 8 * GIB
 # Part of a device that should stay free for fragmentation and peaks before a strategy is suggested.
 SPARE = 0.2
 LARGEST_BYTES = 10 * 2**40
@@ -52,7 +55,8 @@ class Device:
 
     link_bytes_per_s: bandwidth of one device to others on its machine; network_bytes_per_s: to other machines while all
     send; both in one direction, 0 if unknown. `memory_bytes`: as shown by the driver, or None. `joined`: devices that
-    the links join, where these are more than one machine's.
+    the links join, where these are more than one machine's. `host_bytes`: host memory of its machine for one device, or
+    None; of vendors' own systems, which others need not follow.
     """
 
     name: str
@@ -63,10 +67,18 @@ class Device:
     reserve_bytes: int = RESERVE_BYTES
     ranks_per_machine: int = 8
     joined: int = 0
+    host_bytes: int | None = None
 
     def fits(self, peak_bytes: int) -> bool | None:
         """Whether a rank with that peak and the reserve fits; None if the memory is unknown."""
         return None if self.memory_bytes is None else peak_bytes + self.reserve_bytes <= self.memory_bytes
+
+    def host_has_room(self, offloaded_bytes: int) -> bool:
+        """Whether a rank's part of the host memory has room for so much; True where there is nothing, or that is not
+        known."""
+        if not offloaded_bytes or self.host_bytes is None:
+            return True
+        return offloaded_bytes + HOST_RESERVE_BYTES <= self.host_bytes
 
     @property
     def has_caching_allocator(self) -> bool:
@@ -111,6 +123,11 @@ def _peaks(bits_16: float, fp32: float) -> dict[str, float]:
     return {"bf16": bits_16, "fp16": bits_16, "fp32": fp32}
 
 
+# Host memory: NVIDIA's own systems, of which other machines have half to twice as much.
+#   DGX-1 (V100) 512 GB, DGX A100 1 TB with 40 GB devices and 2 TB with 80 GB, DGX H100 and H200 2 TB
+#   (https://docs.nvidia.com/dgx-basepod/reference-architecture-infrastructure-foundation-enterprise-ai/latest/core-components.html),
+#   DGX B200 and B300 2 TB or 4 TB; GH200 480 GB; GB200 and GB300 NVL72 17 TB of LPDDR5X for 72 devices (their pages).
+_GB = 10**9
 # Memory: nvidia-smi's total. fp32 is TF32 off, torch's default for matrix products.
 # A100: https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-nvidia-us-2188504-web.pdf
 #   bf16 312, fp32 19.5 TFLOPS; NVLink 600 GB/s both directions together; DGX A100: eight 200 Gb/s adapters.
@@ -183,26 +200,45 @@ def _peaks(bits_16: float, fp32: float) -> dict[str, float]:
 # RTX A6000: NVIDIA's whitepaper of GA102 (version 2)  bf16 154.8 dense, fp32 38.7 TFLOPS, PCIe 4.0 x16.
 # T4: https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf
 #   fp16 65, fp32 8.1 TFLOPS, no bf16; PCIe 3.0 x16 (32 GB/s both directions together).
+# Gaudi 3: Intel's white paper "Intel Gaudi 3 AI Accelerator"  bf16 1,835 TFLOPS, 128 GB, 24 ports of 200 Gb/s, of which
+#   21 join the eight of a machine in Intel's reference design, and 3 lead to others. Gaudi 2: bf16 432 TFLOPS, 96 GB,
+#   ports of 100 Gb/s, otherwise the same. No peak in fp32 or fp16 is taken.
+# Max 1550: two devices, its stacks, each with half of 128 cores, 128 GB and 1.6 GHz; a cycle of a core has 4,096
+#   operations in bf16 and 256 in fp32
+#   (https://www.intel.com/content/www/us/en/developer/articles/technical/intel-data-center-gpu-max-series-overview.html).
+#   One Xe Link of 26.5 GB/s in one direction is taken, as the least between neighbours. A machine as in Aurora: twelve
+#   devices, eight 200 Gb/s adapters, 1 TB (https://docs.alcf.anl.gov/aurora/hardware-overview/machine-overview/).
 # Machines with devices without NVLink (A10, L4, T4, RTX, boards for PCIe, ...): one 100 Gb/s adapter shared by eight
 #   devices, an assumption.
 # CPU: 0.1 TFLOPS a rank and 10 Gb/s between machines, round numbers to replace by your own.
 DEVICES = {
     "a100-pcie": Device("A100 PCIe", 81920 * MIB, _peaks(312e12, 19.5e12), 32e9, 1.5e9),
-    "a100-40": Device("A100 40 GB", 40960 * MIB, _peaks(312e12, 19.5e12), 300e9, 25e9),
-    "a100-80": Device("A100 80 GB", 81920 * MIB, _peaks(312e12, 19.5e12), 300e9, 25e9),
+    "a100-40": Device("A100 40 GB", 40960 * MIB, _peaks(312e12, 19.5e12), 300e9, 25e9, host_bytes=128 * _GB),
+    "a100-80": Device("A100 80 GB", 81920 * MIB, _peaks(312e12, 19.5e12), 300e9, 25e9, host_bytes=256 * _GB),
     "a800-80": Device("A800 80 GB", 81920 * MIB, _peaks(312e12, 19.5e12), 200e9, 25e9),
     "h100-pcie": Device("H100 PCIe 80 GB", 81559 * MIB, _peaks(756e12, 51e12), 64e9, 1.5e9),
     "h100-nvl": Device("H100 NVL 94 GB", 95830 * MIB, _peaks(835e12, 60e12), 64e9, 1.5e9),
     "h100-96": Device("H100 96 GB", 97871 * MIB, _peaks(989e12, 67e12), 450e9, 50e9),
-    "h100-80": Device("H100 80 GB", 81559 * MIB, _peaks(989e12, 67e12), 450e9, 50e9),
+    "h100-80": Device("H100 80 GB", 81559 * MIB, _peaks(989e12, 67e12), 450e9, 50e9, host_bytes=256 * _GB),
     "h800-80": Device("H800 80 GB", 81559 * MIB, _peaks(989e12, 67e12), 200e9, 50e9),
-    "gh200-96": Device("GH200 96 GB", 97871 * MIB, _peaks(990e12, 67e12), 450e9, 50e9),
-    "gb200-186": Device("GB200", 189471 * MIB, _peaks(2500e12, 80e12), 900e9, 50e9, ranks_per_machine=4, joined=72),
-    "gb300-288": Device("GB300", 284208 * MIB, _peaks(2500e12, 80e12), 900e9, 100e9, ranks_per_machine=4, joined=72),
+    "gh200-96": Device("GH200 96 GB", 97871 * MIB, _peaks(990e12, 67e12), 450e9, 50e9, host_bytes=480 * _GB),
+    "gb200-186": Device(
+        "GB200", 189471 * MIB, _peaks(2500e12, 80e12), 900e9, 50e9, ranks_per_machine=4, joined=72, host_bytes=236 * _GB
+    ),
+    "gb300-288": Device(
+        "GB300",
+        284208 * MIB,
+        _peaks(2500e12, 80e12),
+        900e9,
+        100e9,
+        ranks_per_machine=4,
+        joined=72,
+        host_bytes=236 * _GB,
+    ),
     "h20-96": Device("H20 96 GB", 97871 * MIB, _peaks(148e12, 44e12), 450e9, 50e9),
     "v100-pcie": Device("V100 PCIe", 16384 * MIB, {"fp16": 112e12, "fp32": 14e12}, 16e9, 1.5e9),
-    "v100-16": Device("V100 16 GB", 16384 * MIB, {"fp16": 125e12, "fp32": 15.7e12}, 150e9, 6.25e9),
-    "v100-32": Device("V100 32 GB", 32768 * MIB, {"fp16": 125e12, "fp32": 15.7e12}, 150e9, 6.25e9),
+    "v100-16": Device("V100 16 GB", 16384 * MIB, {"fp16": 125e12, "fp32": 15.7e12}, 150e9, 6.25e9, host_bytes=64 * _GB),
+    "v100-32": Device("V100 32 GB", 32768 * MIB, {"fp16": 125e12, "fp32": 15.7e12}, 150e9, 6.25e9, host_bytes=64 * _GB),
     "t4-16": Device("T4 16 GB", 15360 * MIB, {"fp16": 65e12, "fp32": 8.1e12}, 16e9, 1.5e9),
     "a40-48": Device("A40 48 GB", 46068 * MIB, _peaks(149.7e12, 37.4e12), 32e9, 1.5e9),
     "a6000-48": Device("RTX A6000", 49140 * MIB, _peaks(154.8e12, 38.7e12), 32e9, 1.5e9),
@@ -220,12 +256,17 @@ DEVICES = {
     "mi350x-288": Device("MI350X", 294896 * MIB, _peaks(2300e12, 144.2e12), 535e9, 50e9),
     "mi355x-288": Device("MI355X", 294896 * MIB, _peaks(2500e12, 157.3e12), 535e9, 50e9),
     "h200-nvl": Device("H200 NVL 141 GB", 143771 * MIB, _peaks(835e12, 60e12), 64e9, 1.5e9),
-    "h200-141": Device("H200 141 GB", 143771 * MIB, _peaks(989e12, 67e12), 450e9, 50e9),
-    "b200-180": Device("B200 180 GB", 183359 * MIB, _peaks(2250e12, 75e12), 900e9, 50e9),
-    "b300-288": Device("B300", 275040 * MIB, _peaks(2250e12, 75e12), 900e9, 100e9),
+    "h200-141": Device("H200 141 GB", 143771 * MIB, _peaks(989e12, 67e12), 450e9, 50e9, host_bytes=256 * _GB),
+    "b200-180": Device("B200 180 GB", 183359 * MIB, _peaks(2250e12, 75e12), 900e9, 50e9, host_bytes=256 * _GB),
+    "b300-288": Device("B300", 275040 * MIB, _peaks(2250e12, 75e12), 900e9, 100e9, host_bytes=256 * _GB),
     "l4-24": Device("L4 24 GB", 23034 * MIB, _peaks(121e12, 30.3e12), 32e9, 1.5e9),
     "4090-24": Device("RTX 4090", 24564 * MIB, _peaks(165.2e12, 82.6e12), 32e9, 1.5e9),
     "5090-32": Device("RTX 5090", 32607 * MIB, _peaks(209.5e12, 104.8e12), 64e9, 1.5e9),
+    "gaudi2-96": Device("Gaudi 2", 98304 * MIB, {"bf16": 432e12}, 262.5e9, 37.5e9),
+    "gaudi3-128": Device("Gaudi 3", 131072 * MIB, {"bf16": 1835e12}, 525e9, 75e9),
+    "max1550-64": Device(
+        "Max 1550", 65536 * MIB, _peaks(419.4e12, 26.2e12), 26.5e9, 16.7e9, ranks_per_machine=12, host_bytes=85 * _GB
+    ),
     "tpu-v5e": Device("TPU v5e", 16 * GIB, {"bf16": 197e12}, 200e9, 3.1e9, joined=256),
     "tpu-v5p": Device("TPU v5p", 95 * GIB, {"bf16": 459e12}, 600e9, 6.25e9, ranks_per_machine=4, joined=8960),
     "tpu-v7x": Device("TPU7x", 96 * GIB, {"bf16": 1153.5e12}, 300e9, 6.25e9, joined=18432),
@@ -244,6 +285,9 @@ CAPABILITIES = {
 }
 """NVIDIA's compute capability by the beginning of a device's name."""
 
+_NUMBERED = re.compile(r"\b(gaudi|max)[\s_-]+(?=\d)")
+"""Names that are written with and without a space before the number: Gaudi 3, GAUDI3."""
+
 LESS = {"mig", "laptop"}
 """Words in names of GPUs of less than the peak, by an unknown part: parts of a GPU (MIG), GPUs for laptops."""
 
@@ -251,8 +295,10 @@ LESS = {"mig", "laptop"}
 def find(name: str, memory_bytes: int | None = None) -> Device:
     """The device of that name, or one given by its memory: 80GiB. A name without a size (h100) means the last match in
     the table; words that drivers add (NVIDIA A100-SXM4-80GB) are passed over. Raises UsageError if unknown."""
-    key = re.sub(r"[\s_]+", "-", name.strip().lower())
-    key = re.sub(r"\b(nvidia|geforce|tesla|rtx|sxm\d?|hbm\w*)\b-?|^rtx(?=\d|a\d)|(?<=\d)gb\b", "", key).rstrip("-")
+    key = re.sub(r"[\s_]+", "-", _NUMBERED.sub(r"\1", name.strip().lower()))
+    key = re.sub(
+        r"\b(nvidia|geforce|tesla|rtx|intel|data-center-gpu|sxm\d?|hbm\w*)\b-?|^rtx(?=\d|a\d)|(?<=\d)gb\b", "", key
+    ).rstrip("-")
     key = re.sub(r"^pro-6000\b.*", "6000-pro", key)
     key = re.sub(r"^(?:tpu-?)?v?(5e|5p|6e|7x)$", r"tpu-v\1", key)
     matches = [known for known in DEVICES if known == key or known.startswith(f"{key}-")]
@@ -276,7 +322,7 @@ def memory_in(text: str) -> int | None:
 
 def of_hardware(name: str, memory_bytes: int | None) -> Device:
     """The device with this driver name ("NVIDIA H100 80GB HBM3"), with the memory that the driver shows, if it does."""
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    words = set(re.split(r"[^a-z0-9]+", _NUMBERED.sub(r"\1", name.lower())))
     parts = {key: {part for part in key.split("-") if not part.isdigit() or part in words} for key in DEVICES}
     named = [key for key in DEVICES if parts[key] <= words and key.split("-")[0] in words]
     if not named or words & LESS:

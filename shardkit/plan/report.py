@@ -10,10 +10,11 @@ from shardkit.plan.activations import LOSS_TEXTS
 from shardkit.plan.answer import Answer, PlanRequest, Row, retries, yes_no
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import keeps_on_host, keeps_shards_on_host
+from shardkit.plan.devices import HOST_RESERVE_BYTES
 from shardkit.plan.rank_memory import CATEGORIES
 from shardkit.plan.roofline import COMPILE_SPEEDUP, LINK_EFFICIENCY
 from shardkit.sizes import GIB, MIB
-from shardkit.wording import count_text
+from shardkit.wording import counted
 
 _HEADS = {
     "parameters": "param",
@@ -42,16 +43,17 @@ def render(answer: Answer) -> str:
 
 def _headline(request: PlanRequest) -> str:
     config = request.config
-    where = f"{request.world_size:,} rank{'s' if request.world_size > 1 else ''}"
+    where = counted(request.world_size, "rank")
     if request.machines > 1:
-        where += f" on {request.machines:,} machines"
+        where += f" on {counted(request.machines, 'machine')}"
     load = [where, request.device.name, _precision(config)]
     load.append(request.own_optimizer or request.optimizer)
     if request.own_batch:
         load.append(f"micro-batch of {request.own_batch}")
     if request.batch_size and request.sequence_tokens:
         by_formula = " in the closed form" if request.own_batch else ""
-        load.append(f"micro-batch {request.batch_size} x {request.sequence_tokens:,} tokens a rank{by_formula}")
+        tokens = counted(request.sequence_tokens, "token")
+        load.append(f"micro-batch {request.batch_size:,} x {tokens} a rank{by_formula}")
     if config.shardkit.gradient_accumulation_steps > 1:
         load.append(f"{config.shardkit.gradient_accumulation_steps} micro-batches a step")
     if config.fsdp.activation_checkpointing:
@@ -106,7 +108,8 @@ def _memory_table(answer: Answer) -> str:
     for row, cells in zip(answer.rows, aligned, strict=True):
         lines.append(f"{_mark(answer, row)}{row.label:<20}{cells}  {yes_no(row.fits)}")
         if row.memory.host.total:
-            lines.append(f"  {'':<20}  and {_number(row.memory.host.total / scale)} in the host's memory")
+            over = "" if answer.request.rank_device.host_has_room(row.memory.host.total) else ", more than its part"
+            lines.append(f"  {'':<20}  and {_number(row.memory.host.total / scale)} in the host's memory{over}")
     lines.append(f"  * configured; its peak is in {answer.chosen_row.memory.moment}")
     lines += _reserved_lines(answer)
     if not known:
@@ -146,7 +149,7 @@ def _reserved_lines(answer: Answer) -> list[str]:
 
 
 def _reserved_text(answer: Answer, row: Row) -> str:
-    device, memory = answer.request.device, row.memory
+    device, memory = answer.request.rank_device, row.memory
     reserved, expandable = memory.reserved_bytes or 0, memory.expandable_bytes or 0
     text = f"{row.strategy.number} reserves {reserved / GIB:,.2f} GiB (CUDA's allocator, replayed)"
     text += f"; {expandable / GIB:,.2f} with expandable segments."
@@ -218,7 +221,7 @@ def _run_table(answer: Answer) -> str:
     if not found:
         no_time = "no time of a step is known" if request.batch_size else "add --batch-size"
         why = "no strategy fits" if all(row.fits is False for row in answer.rows) else no_time
-        return _filled(f"A run of {count_text(request.run.tokens)} tokens: its time is not known: {why}.")
+        return _filled(f"A run of {whole_run.tokens_text(request.run)}: its time is not known: {why}.")
     heads = ["time", "device-hours", *(["price"] if request.run.price else [])]
     head, *aligned = _aligned(heads, [whole_run.cells(run) for _, run in found], [18, 20, 20][: len(heads)])
     lines = [whole_run.title(request.run, found[0][1]), f"  {'strategy':<20}{head}"]
@@ -273,7 +276,9 @@ def _changes(answer: Answer) -> str:
         lines.append(f"    {effect:>14}  {yes_no(change.fits):<4}{parts[0]}")
         lines += [f"{'':>24}and {part}" for part in parts[1:]]
         if change.host_bytes:
-            lines.append(f"{'':>24}with {_number(change.host_bytes / scale)} {unit} a rank in the host's memory")
+            over = "" if answer.request.rank_device.host_has_room(change.host_bytes) else ": more than its part"
+            held = f"{_number(change.host_bytes / scale)} {unit} a rank in the host's memory"
+            lines.append(f"{'':>24}with {held}{over}")
     return "\n".join(lines)
 
 
@@ -292,6 +297,8 @@ def _notes(answer: Answer) -> str:
             f"It fits if the peak is within a rank's share of the host memory, {device.memory_bytes / GIB:,.1f} GiB, "
             "of which Python and torch take a quarter of a GiB."
         )
+    if any(row.memory.host.total for row in answer.rows) or any(change.host_bytes for change in answer.changes):
+        notes.append(_of_host_memory(answer))
     if (time := answer.chosen_row.time) is not None:
         found = time.efficiency
         faster = f", up to {COMPILE_SPEEDUP} times that with compile" if answer.request.config.shardkit.compile else ""
@@ -302,6 +309,20 @@ def _notes(answer: Answer) -> str:
     if answer.chosen_row.run:
         notes.append("A run: without evaluation, saves, waits for data, and what is lost at failures.")
     return "\n".join(_filled(note) for note in notes)
+
+
+def _of_host_memory(answer: Answer) -> str:
+    """What the configured strategy has in a machine's host memory, and what that is compared with."""
+    request, ranks = answer.request, answer.request.ranks_of_a_machine
+    held = answer.chosen_row.memory.host.total * ranks
+    text = f"{held / GIB:,.1f} GiB, pinned, for {counted(ranks, 'rank')} of a machine; " if held else ""
+    if (share := request.rank_device.host_bytes) is None:
+        return f"Host memory: {text}what a machine has is not known, and not compared: add --host-memory."
+    whose = "from --host-memory" if request.host_bytes else f"usual for {request.device.name}; --host-memory sets it"
+    return (
+        f"Host memory: {text}a rank's part is {share / GIB:,.1f} GiB ({whose}), of which "
+        f"{HOST_RESERVE_BYTES / GIB:.0f} GiB are for Python, libraries and loaders."
+    )
 
 
 def _filled(text: str) -> str:

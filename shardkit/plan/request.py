@@ -20,9 +20,12 @@ from shardkit.plan.averages import Ema
 from shardkit.plan.devices import Device
 from shardkit.plan.whole_run import WholeRun
 from shardkit.problems import Problems
+from shardkit.sizes import read_bytes
 from shardkit.spinner import waiting
 
 _STRATEGY = "fsdp_config.fsdp_sharding_strategy"
+_LARGEST_HOST_BYTES = 2**50
+"""More than this is no machine's memory."""
 _XLA = {"distributed_type": "XLA", "xla": "true"}
 
 
@@ -144,6 +147,14 @@ def network_speed(text: str | None) -> float | None:
     return speed
 
 
+def host_memory(text: str | None) -> int | None:
+    """The bytes of --host-memory; None: not given. UsageError if it is no size."""
+    size = None if text is None else read_bytes(text)
+    if text is not None and (size is None or size > _LARGEST_HOST_BYTES):
+        raise UsageError(f"--host-memory: not the memory of a machine (got {text!r}); write 512GiB.")
+    return size
+
+
 def build(
     config: Config,
     model: str,
@@ -156,6 +167,7 @@ def build(
     loss: Loss = Loss.HELD,
     ema: Ema = Ema.NO,
     network: float | None = None,
+    host_bytes: int | None = None,
     file: Path | None = None,
     own_optimizer: str | None = None,
     own_batch: str | None = None,
@@ -163,9 +175,9 @@ def build(
 ) -> PlanRequest:
     """The request for the configuration's ranks. Reads the model, which may take seconds.
 
-    `per_machine`: by default `_ranks_per_machine`'s. `optimizer`: a name of `optimizer_name`. `network`: Gb/s of one
-    machine's adapters together, by default the device's. `file`: the configuration file, where it names the model.
-    `own_optimizer`, `own_batch`, `run`: as in PlanRequest.
+    `per_machine`: by default `_ranks_per_machine`'s. `optimizer`: a name of `optimizer_name`. `network`, `host_bytes`:
+    Gb/s of one machine's adapters together, and its host memory; by default the device's. `file`: the configuration
+    file, where it names the model. `own_optimizer`, `own_batch`, `run`: as in PlanRequest.
 
     Raises the errors of `describe`.
     """
@@ -189,6 +201,7 @@ def build(
         own_batch=own_batch,
         folder=folder,
         run=run,
+        host_bytes=host_bytes,
     )
     request = tpu.as_planned(request if network is None else _with_network(request, network))
     return _in_supported_dtypes(request)
@@ -229,8 +242,10 @@ def device_of(config: Config, name: str | None, memory: str | None) -> Device:
         return devices.find("cpu", size or hardware.memory_bytes // config.processes_per_machine)
     if config.mode == "xla":
         return devices.find("tpu-v6e", size)
-    here = hardware.devices
-    return devices.of_hardware(here[0].name, size or here[0].memory_bytes) if here else devices.find("h100-80", size)
+    if not (here := hardware.devices):
+        return devices.find("h100-80", size)
+    found = devices.of_hardware(here[0].name, size or here[0].memory_bytes)
+    return replace(found, host_bytes=hardware.memory_bytes // len(here))
 
 
 def _with_network(request: PlanRequest, gigabits_per_s: float) -> PlanRequest:

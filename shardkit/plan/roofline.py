@@ -19,7 +19,7 @@ from shardkit.plan.devices import (
     Efficiency,
 )
 from shardkit.plan.unit_sizes import compute_dtype
-from shardkit.wording import count_text
+from shardkit.wording import count_text, counted
 
 # Fraction of a link's bandwidth that NCCL's tests reach for large messages: an assumption, printed with every plan.
 LINK_EFFICIENCY = 0.8
@@ -129,7 +129,7 @@ def unlike_published(
     if facts.experts:
         beyond.append("experts")
     if batch_size * seq_len < PUBLISHED_TOKENS:
-        beyond.append(f"{batch_size * seq_len:,} tokens a micro-batch")
+        beyond.append(f"{counted(batch_size * seq_len, 'token')} a micro-batch")
     if seq_len > PUBLISHED_SEQ_LEN:
         beyond.append(f"sequences of {seq_len:,} tokens")
     if world_size > PUBLISHED_RANKS:

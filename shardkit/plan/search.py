@@ -17,7 +17,8 @@ from shardkit.plan.answer import (
     possible_strategies,
     row,
 )
-from shardkit.plan.rank_memory import Memory
+from shardkit.plan.devices import HOST_RESERVE_BYTES
+from shardkit.plan.rank_memory import Memory, RankMemory
 from shardkit.plan.suggest import suggest_from
 from shardkit.sizes import GIB
 from shardkit.wording import counted
@@ -61,21 +62,26 @@ def max_batch(request: PlanRequest, evaluate: Evaluate) -> SearchResult:
     """The largest micro-batch per rank that fits, for the configured strategy."""
     first = evaluate(replace(request, batch_size=1))
     _check_known("max-batch", first)
-    room = (request.device.memory_bytes or 0) - request.device.reserve_bytes
+    device = request.rank_device
+
+    def over(memory: RankMemory) -> int:
+        """The bytes by which a rank exceeds its device or its part of the host memory, whichever is more."""
+        on_device = memory.peak.total + device.reserve_bytes - (device.memory_bytes or 0)
+        if not memory.host.total or device.host_bytes is None:
+            return on_device
+        return max(on_device, memory.host.total + HOST_RESERVE_BYTES - device.host_bytes)
+
     largest = _largest(
-        lambda size: evaluate(replace(request, batch_size=size)).memory.peak.total,
-        first.memory.peak.total,
-        room,
-        LARGEST_BATCH,
+        lambda size: over(evaluate(replace(request, batch_size=size)).memory), over(first.memory), LARGEST_BATCH
     )
     where = f"{configured_strategy(request.config).value} on {request.world_size:,} x {request.device.name}"
     tokens = request.sequence_tokens
-    length = f" of {tokens:,} token{'' if tokens == 1 else 's'}" if tokens else ""
+    length = f" of {counted(tokens, 'token')}" if tokens else ""
     shorter = " --seq-len plans shorter ones." if tokens and tokens > USUAL_TOKENS and not request.seq_len else ""
     if largest == 0:
         return SearchResult("max-batch", None, f"Not even one sequence{length} per rank fits: {where}.{shorter}")
     beyond = ", the most that is tried" if largest == LARGEST_BATCH else ""
-    sequences = f"{largest:,} sequence{'' if largest == 1 else 's'}{length}"
+    sequences = f"{counted(largest, 'sequence')}{length}"
     text = f"Largest micro-batch: {sequences} per rank{beyond} ({where}).{shorter}"
     return SearchResult("max-batch", largest, text)
 
@@ -88,22 +94,34 @@ def _check_known(question: str, found: Row) -> None:
         raise UsageError(f"--find {question}: the peak would be too low, because it does not count {gap}{more}")
 
 
-def _largest(peak: Callable[[int], int], first: int, room: int, limit: int) -> int:
-    """The largest number up to `limit` whose peak is at most `room`, 0 for none. `first`: the peak of 1. Peaks grow
+def _largest(over: Callable[[int], int], first: int, limit: int) -> int:
+    """The largest number up to `limit` that is not over the limit, 0 for none. `first`: by how much 1 is. It grows
     almost linearly, so 2, the secant's number and its neighbour are mostly enough; every third guess bisects."""
     known = {1: first}
-    if known[1] > room:
+    if known[1] > 0:
         return 0
-    known[2] = peak(2)
-    low, high = (2, limit + 1) if known[2] <= room else (1, 2)
+    known[2] = over(2)
+    low, high = (2, limit + 1) if known[2] <= 0 else (1, 2)
     while high - low > 1:
         other = high if high in known else 1 if low > 1 else 2
         slope = max(1.0, (known[other] - known[low]) / (other - low))
-        secant = low + int((room - known[low]) / slope)
+        secant = low + int(-known[low] / slope)
         guess = (low + min(high, 8 * low)) // 2 if len(known) % 3 == 1 else min(max(secant, low + 1), high - 1)
-        known[guess] = peak(guess)
-        low, high = (guess, high) if known[guess] <= room else (low, guess)
+        known[guess] = over(guess)
+        low, high = (guess, high) if known[guess] <= 0 else (low, guess)
     return low
+
+
+def _why_not(tried: "_Tried") -> str:
+    """What stops it, and what to change."""
+    peak, host, device = tried.memory.peak, tried.memory.host.total, tried.request.rank_device
+    if device.fits(peak.total) and not device.host_has_room(host):
+        part = f"{(device.host_bytes or 0) / GIB:,.1f} GiB"
+        return (
+            f"{_what_stops(peak)}, and {host / GIB:,.1f} GiB in host memory, where its part is {part}. Use machines "
+            "with more host memory"
+        )
+    return f"{_what_stops(peak)}. {_what_helps(peak, tried.request)}"
 
 
 def _what_stops(peak: Memory) -> str:
@@ -141,8 +159,8 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class _Tried:
-    world_size: int
-    peak: Memory
+    request: PlanRequest
+    memory: RankMemory
 
 
 @dataclass
@@ -155,12 +173,12 @@ class _Worlds:
 
     def fits(self, world_size: int) -> bool:
         try:
-            found = self.evaluate(replace(self.request, world_size=world_size))
+            request = replace(self.request, world_size=world_size)
+            found = self.evaluate(request)
         except ShardkitError:
             return False
-        peak = found.memory.peak
-        if self.least is None or peak.total < self.least.peak.total:
-            self.least = _Tried(world_size, peak)
+        if self.least is None or found.memory.peak.total < self.least.memory.peak.total:
+            self.least = _Tried(request, found.memory)
         return bool(found.fits)
 
 
@@ -173,8 +191,7 @@ def min_gpus(request: PlanRequest, evaluate: Evaluate) -> SearchResult:
     if found is None:
         text = f"{name} does not fit on any number up to {LARGEST_WORLD:,}"
         if (least := worlds.least) is not None:
-            stops, helps = _what_stops(least.peak), _what_helps(least.peak, request)
-            text += f"; the smallest peak is on {least.world_size:,}: {stops}. {helps}"
+            text += f"; the smallest peak is on {least.request.world_size:,}: {_why_not(least)}"
         return SearchResult("min-gpus", None, f"{text}.")
     machines = -(-found // request.ranks_per_machine)
     where = f"{request.device.name} ({counted(machines, 'machine')})"
@@ -202,7 +219,7 @@ def strategy(request: PlanRequest, evaluate: Evaluate = row) -> SearchResult:
     """The suggested strategy; the value is None if it does not fit."""
     configs = [with_strategy(request.config, each) for each in possible_strategies(request)]
     rows = [evaluate(request.with_config(config)) for config in configs]
-    found, reason = suggest_from(rows, request.device)
+    found, reason = suggest_from(rows, request.rank_device)
     if found is None:
         raise UsageError(
             f"--find strategy: no strategy can be suggested ({reason}); add --simulate, which counts everything."

@@ -61,7 +61,7 @@ def refine(
 
 
 def _with_memory(each: Row, request: PlanRequest, found: Simulation) -> Row:
-    return replace(each, simulated=found.memory, fits=fits(request.device, found.memory))
+    return replace(each, simulated=found.memory, fits=fits(request.rank_device, found.memory))
 
 
 def _has_few_blocks(request: PlanRequest) -> bool:
@@ -87,7 +87,7 @@ def simulate(request: PlanRequest, configs: list[Config] | None = None, *, is_ex
         "spec": request.description.spec,
         "configs": [config.model_dump(mode="json") for config in configs],
         "world_size": request.world_size,
-        "ranks_per_machine": min(request.ranks_per_machine, request.world_size),
+        "ranks_per_machine": request.ranks_of_a_machine,
         "optimizer": request.own_optimizer or request.optimizer,
         "batch": request.own_batch,
         "batch_size": request.batch_size or 1,

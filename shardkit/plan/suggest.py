@@ -27,6 +27,13 @@ class Candidate:
     def peak_bytes(self) -> int:
         return self.memory.peak.total
 
+    def fits(self, device: Device) -> bool | None:
+        """Whether it fits, as far as activations are counted; None if the device's memory is unknown."""
+        return device.fits(self.peak_bytes) if device.host_has_room(self.memory.host.total) else False
+
+    def fits_with_spare(self, device: Device) -> bool:
+        return self.fits(device) is not False and device.fits_with_spare(self.peak_bytes) is True
+
     @property
     def slowness(self) -> tuple[int, int, int]:
         return self.traffic.between_bytes, self.traffic.inside_bytes, self.peak_bytes
@@ -40,7 +47,7 @@ def suggest(candidates: Sequence[Candidate], device: Device) -> tuple[ShardingSt
     known = [each for each in candidates if each.memory.activations_known]
     if not known:
         return None, f"not counted: {candidates[0].memory.gaps[0]}"
-    left_out = [each for each in candidates if each not in known and device.fits(each.peak_bytes) is not False]
+    left_out = [each for each in candidates if each not in known and each.fits(device) is not False]
     reason = "".join(f"; {each.strategy.value} not compared, without {each.memory.gaps[0]}" for each in left_out)
     found, rule = _best(known, device)
     return found.strategy, rule + reason
@@ -50,10 +57,12 @@ def _best(known: Sequence[Candidate], device: Device) -> tuple[Candidate, str]:
     least = min(known, key=lambda each: each.peak_bytes)
     if device.memory_bytes is None:
         return least, "least memory; the device's memory is unknown"
-    spare = [each for each in known if device.fits_with_spare(each.peak_bytes)]
+    spare = [each for each in known if each.fits_with_spare(device)]
     if spare:
         return min(spare, key=lambda each: each.slowness), RULE
-    if any(device.fits(each.peak_bytes) for each in known):
+    fitting = [each for each in known if each.fits(device)]
+    if fitting:
+        least = min(fitting, key=lambda each: each.peak_bytes)
         return least, f"least memory; it fits, with less than {SPARE:.0%} to spare"
     return least, "least memory; no strategy fits"
 

@@ -9,10 +9,10 @@ from shardkit.digits import UNITS, count_in, decimal_in
 from shardkit.errors import UsageError
 from shardkit.plan.roofline import StepTime
 from shardkit.problems import Problems
-from shardkit.wording import count_text
+from shardkit.wording import count_text, counted
 
 _UNITS = {**UNITS, "t": 10**12}
-_MOST_TOKENS = 10**18
+_MOST_TOKENS = 10**16  # a slip: no corpus has as many
 _TIMES = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
 
 
@@ -74,9 +74,13 @@ def run_estimate(run: WholeRun, time: StepTime, world_size: int) -> RunEstimate:
 
 def title(run: WholeRun, found: RunEstimate) -> str:
     """What the estimate is of."""
-    return (
-        f"A run of {count_text(run.tokens)} tokens, an estimate: {found.steps:,} steps of {found.step_tokens:,} tokens"
-    )
+    steps, tokens = counted(found.steps, "step"), counted(found.step_tokens, "token")
+    return f"A run of {tokens_text(run)}, an estimate: {steps} of {tokens}"
+
+
+def tokens_text(run: WholeRun) -> str:
+    """`300 B tokens`, `1 token`."""
+    return f"{count_text(run.tokens)} token{'' if run.tokens == 1 else 's'}"
 
 
 def cells(found: RunEstimate) -> list[str]:
@@ -92,6 +96,8 @@ def _pair(low: float, high: float) -> str:
 
 
 def _rounded(value: float) -> str:
-    """Three digits: 0.12, 9.87, 551,000, 1.38 M."""
+    """Three digits: 0.12, 9.87, 551,000, 1.38 M; below 0.01 none."""
+    if 0 < value < 0.01:
+        return "<0.01"
     rounded = float(f"{value:.3g}")
     return f"{rounded:,.3g}" if rounded < 1000 else count_text(int(rounded))

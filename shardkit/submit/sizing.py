@@ -9,12 +9,9 @@ from shardkit.config.command import config_flag
 from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.plan import request
 from shardkit.plan.answer import configured_strategy, row
-from shardkit.plan.devices import Device
+from shardkit.plan.devices import HOST_RESERVE_BYTES, Device
 from shardkit.sizes import in_words
 
-# Host memory of a rank in addition to the plan's numbers: Python, torch with CUDA's libraries, pinned batches, workers
-# of loaders. An assumption, like the plan's reserve on the device.
-RANK_BYTES = 8 * 2**30
 # The assumed write speed of a machine: a network file system on 10 Gb/s.
 SAVE_BYTES_PER_S = 10**9
 MARGIN = 1.2
@@ -73,7 +70,7 @@ def sized(config: Config, model: str, load: Load, file: Path | None = None) -> S
             f"{math.ceil(save_s * MARGIN / 30) * 30}."
         )
     steps_s = _seconds(load.steps * found.time.slowest_s) if load.steps is not None and found.time is not None else None
-    return Sizes(ranks * (RANK_BYTES + host.total + copied), steps_s, tuple(notes))
+    return Sizes(ranks * (HOST_RESERVE_BYTES + host.total + copied), steps_s, tuple(notes))
 
 
 def _seconds(planned_s: float) -> int:
