@@ -22,7 +22,7 @@ from shardkit.plan import devices, measured, optimizers, plot, roofline
 from shardkit.plan.activations import Loss
 from shardkit.plan.answer import Answer, PlanRequest, possible_strategies, row, to_json
 from shardkit.plan.answering import SimulationOptions, answer
-from shardkit.plan.notes import check_seq_len
+from shardkit.plan.notes import check_seq_len, frozen_in_fp32
 from shardkit.plan.rank_memory import CATEGORIES, Memory, Moment, RankMemory
 from shardkit.plan.report import render
 from shardkit.plan.request import build, configuration
@@ -453,6 +453,46 @@ def test_the_largest_batch_fits_the_host_memory_too():
     assert 0 < found < free
     assert row(_with(limited, batch_size=found)).fits
     assert row(_with(limited, batch_size=found + 1)).fits is False
+
+
+def test_what_a_search_finds_is_what_is_planned(capsys):
+    asked = ("gpt:layers=8,hidden=2048,heads=16", "--device", "l4", "--json")
+    found = json.loads(plan(capsys, *asked, "--world", "4", "--find", "max-batch"))
+    assert found["batch_size"] == found["finding"]["value"] > 1
+    assert found["strategies"][0]["fits"]
+    found = json.loads(plan(capsys, *asked, "--memory", "8GiB", "--batch-size", "1", "--find", "min-gpus"))
+    assert found["world_size"] == found["finding"]["value"] > 1
+    assert found["strategies"][0]["fits"]
+    in_vain = json.loads(plan(capsys, *asked, "--world", "1", "--find", "max-batch", "--memory", "8GiB"))
+    assert (in_vain["finding"]["value"], in_vain["batch_size"]) == (None, 1)
+    assert in_vain["changes"]
+
+
+def test_the_size_of_a_checkpoint(capsys):
+    """12 bytes a parameter with AdamW, under every strategy, also where they are in host memory."""
+    asked = ("gpt:layers=8,hidden=2048,heads=16", "--world", "16", "--device", "h100")
+    for flags in (
+        ("--strategy", "1"),
+        ("--strategy", "3"),
+        ("--strategy", "4"),
+        ("--set", "shardkit.offload_optimizer=true"),
+    ):
+        found = json.loads(plan(capsys, *asked, *flags, "--json"))
+        assert found["checkpoint_bytes"] == pytest.approx(12 * found["model"]["parameters"], rel=0.01)
+    size = found["checkpoint_bytes"]
+    told = " ".join(plan(capsys, *asked).split())
+    assert f"A checkpoint (save_state) takes about {size / GIB:.1f} GiB on disk: {size / 1e9:.1f} s where" in told
+    assert json.loads(plan(capsys, *asked, "--ema", "trained", "--json"))["checkpoint_bytes"] is None
+
+
+@pytest.mark.parametrize(("dtype", "precision", "is_told"), [("float32", "bf16", 1), ("bfloat16", "bf16", 0)])
+def test_frozen_weights_in_fp32_are_told(dtype, precision, is_told):
+    frozen, trained = Parameter("weight", (10, 10), dtype, trainable=False), Parameter("weight", (2, 2))
+    request = make_request(batch_size=1)
+    description = replace(request.description, tree=matrices(frozen, trained))
+    request = replace(request, description=description).with_config(Config(mixed_precision=precision))
+    assert (frozen_in_fp32(request) is not None) is bool(is_told)
+    assert frozen_in_fp32(request.with_config(Config(mixed_precision="no"))) is None
 
 
 def test_one_is_no_plural_and_thousands_have_commas(capsys):

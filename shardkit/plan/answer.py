@@ -182,6 +182,16 @@ def fits(device: Device, memory: RankMemory) -> bool | None:
     return None if found and not memory.activations_known else found
 
 
+def checkpoint_bytes(request: PlanRequest, row: Row) -> int | None:
+    """What `save_state` writes of parameters and optimizer state, over all ranks; None where weight averages or an
+    optimizer of one's own are not counted as the script saves them."""
+    if request.ema is not Ema.NO or request.own_optimizer:
+        return None
+    first, host = row.estimate.memory.timeline[0].memory, row.estimate.memory.host
+    state = first.parameters + first.optimizer_state + host.parameters + host.optimizer_state
+    return state * row.estimate.axes.shards
+
+
 def yes_no(fits: bool | None) -> str:
     """The cell of a table that says whether a rank fits."""
     return "-" if fits is None else "yes" if fits else "NO"
@@ -244,6 +254,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "chosen": answer.chosen.value,
         "suggested": answer.suggested.value if answer.suggested else None,
         "reason": answer.reason,
+        "checkpoint_bytes": checkpoint_bytes(request, answer.chosen_row),
         "changes": [asdict(change) for change in answer.changes],
         "finding": asdict(answer.finding) if answer.finding else None,
         "assumptions": {

@@ -15,7 +15,15 @@ from shardkit.plan.answer import (
     possible_strategies,
     row,
 )
-from shardkit.plan.notes import check_seq_len, frozen_above, note_on_time, notes_on, outputs_in_16_bits, undivided
+from shardkit.plan.notes import (
+    check_seq_len,
+    frozen_above,
+    frozen_in_fp32,
+    note_on_time,
+    notes_on,
+    outputs_in_16_bits,
+    undivided,
+)
 from shardkit.plan.simulation import refine, simulated_row
 from shardkit.plan.suggest import changes, suggest_from
 from shardkit.spinner import waiting
@@ -34,14 +42,17 @@ def answer(
 ) -> Answer:
     """All possible strategies, the suggestion, and what to change if the configured one does not fit.
 
-    `how`: simulate in addition to the closed form. Raises UsageError, before anything is simulated, if the question
-    or the simulation does not go with the request.
+    `how`: simulate in addition to the closed form. The largest batch and the fewest ranks, where they are asked for and
+    found, are what is planned. Raises UsageError, before anything is simulated, if the question or the simulation does
+    not go with the request.
     """
     if how is not None:
         _check_simulation(request, question)
     if question is not None:
         search.check(question, request)
     beyond = check_seq_len(request)
+    finding = _found(question, request, how) if question else None
+    request = _as_found(request, finding)
     rows = [row(request, strategy) for strategy in possible_strategies(request)]
     notes: tuple[str, ...] = ()
     if how is not None:
@@ -55,6 +66,7 @@ def answer(
         beyond,
         undivided(request),
         None if how else frozen_above(request),
+        frozen_in_fp32(request),
         None if how else outputs_in_16_bits(request),
         note_on_time(request),
     ]
@@ -65,7 +77,7 @@ def answer(
         suggested=suggested if request.world_size > 1 else None,
         reason=reason if request.world_size > 1 else "",
         changes=tuple(replace(change, fits=None) for change in changed) if how else changed,
-        finding=_found(question, request, how) if question else None,
+        finding=finding,
         notes=(
             *request.description.notes,
             *(remark for remark in remarks if remark),
@@ -106,6 +118,17 @@ def _refined(request: PlanRequest, rows: list[Row], how: SimulationOptions) -> t
     if request.own_optimizer:
         notes += (f"The closed form uses AdamW in place of {request.own_optimizer}.",)
     return list(refined), notes
+
+
+def _as_found(request: PlanRequest, finding: SearchResult | None) -> PlanRequest:
+    """The request with the largest batch (1 where not even that fits) or the fewest ranks that a search has found."""
+    match finding:
+        case SearchResult(question=search.Question.MAX_BATCH.value, value=int() | None as size):
+            return replace(request, batch_size=size or 1)
+        case SearchResult(question=search.Question.MIN_GPUS.value, value=int() as ranks):
+            return replace(request, world_size=ranks)
+        case _:
+            return request
 
 
 def _found(question: search.Question, request: PlanRequest, how: SimulationOptions | None) -> SearchResult:

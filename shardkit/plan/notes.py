@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import dropwhile
 
-from shardkit.config.meaning import eight_bits, offloads_state
+from shardkit.config.meaning import dtypes, eight_bits, offloads_state
 from shardkit.errors import UsageError
 from shardkit.model.cut import shard_dim
 from shardkit.plan.answer import PlanRequest
@@ -80,6 +80,15 @@ def frozen_above(request: PlanRequest) -> str | None:
         "Frozen weights that a gradient passes: activations are counted as if these were trained; blocks with LoRA "
         "save a half to two thirds of that, which --simulate counts."
     )
+
+
+def frozen_in_fp32(request: PlanRequest) -> str | None:
+    """A note where most of the memory for parameters is frozen ones in fp32, of which 16 bits are used."""
+    compute = dtypes(request.config).param
+    frozen = [p.weights for _, p in request.description.tree.owned() if not p.trainable and p.dtype == "float32"]
+    if compute not in ("bf16", "fp16") or sum(frozen) < request.description.numel / 2:
+        return None
+    return f"Frozen weights are in fp32; loaded in {compute}, in which they compute, they take half as much."
 
 
 def outputs_in_16_bits(request: PlanRequest) -> str | None:

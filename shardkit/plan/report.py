@@ -7,13 +7,13 @@ from shardkit.config.meaning import dtypes, eight_bits, offloads_state
 from shardkit.config.schema import Config
 from shardkit.plan import whole_run
 from shardkit.plan.activations import LOSS_TEXTS
-from shardkit.plan.answer import Answer, PlanRequest, Row, retries, yes_no
+from shardkit.plan.answer import Answer, PlanRequest, Row, checkpoint_bytes, retries, yes_no
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import keeps_on_host, keeps_shards_on_host
 from shardkit.plan.devices import HOST_RESERVE_BYTES
 from shardkit.plan.rank_memory import CATEGORIES
 from shardkit.plan.roofline import COMPILE_SPEEDUP, LINK_EFFICIENCY
-from shardkit.sizes import GIB, MIB
+from shardkit.sizes import GIB, MIB, in_words
 from shardkit.wording import counted
 
 _HEADS = {
@@ -299,6 +299,11 @@ def _notes(answer: Answer) -> str:
         )
     if any(row.memory.host.total for row in answer.rows) or any(change.host_bytes for change in answer.changes):
         notes.append(_of_host_memory(answer))
+    if (size := checkpoint_bytes(answer.request, answer.chosen_row)) is not None:
+        notes.append(
+            f"A checkpoint (save_state) takes about {in_words(size)} on disk: {_seconds(size / 1e9)} where storage "
+            "writes 1 GB/s."
+        )
     if (time := answer.chosen_row.time) is not None:
         found = time.efficiency
         faster = f", up to {COMPILE_SPEEDUP} times that with compile" if answer.request.config.shardkit.compile else ""
