@@ -409,6 +409,36 @@ def test_a_change_to_host_memory_says_how_much(capsys):
     assert text[line:].splitlines()[1].strip() == "with 1,880 GiB a rank in the host's memory: more than its part"
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--strategy 2 --batch-size 12",
+        "--set distributed_type=MULTI_GPU --batch-size 7",
+        "--set fsdp_auto_wrap_policy=NO_WRAP --set mixed_precision=no --batch-size 64",
+        "--set fsdp_activation_checkpointing=true --set shardkit.gradient_accumulation_steps=3 --batch-size 200",
+    ],
+)
+def test_every_change_does_what_is_said_when_it_is_typed(capsys, flags):
+    """Each alone, and all of a combination."""
+    asked = ("gpt:layers=8,hidden=1024,heads=16", "--device", "l4", "--world", "4", "--memory", "5GiB", *flags.split())
+    found = json.loads(plan(capsys, *asked, "--json"))
+    assert len(found["changes"]) > 3
+    for change in found["changes"]:
+        typed = list(asked)
+        for part in re.split(r", | and ", re.sub(r" \(.*?\)", "", change["text"])):
+            flag, _, value = part.partition(" ")
+            if flag in typed:
+                typed[typed.index(flag) + 1] = value
+            else:
+                typed += [flag, value] if flag.startswith("--") else ["--set", part.replace(": ", "=")]
+        if "fsdp_sharding_strategy" in change["text"] and "--strategy" in typed:
+            del typed[typed.index("--strategy") : typed.index("--strategy") + 2]
+        after = json.loads(plan(capsys, *typed, "--json"))
+        row = next(each for each in after["strategies"] if each["strategy"] == after["chosen"])
+        assert (row["peak_bytes"], sum(row["host"].values())) == (change["peak_bytes"], change["host_bytes"]), typed
+        assert row["fits"] is change["fits"]
+
+
 def test_what_is_offloaded_is_compared_with_the_memory_of_the_machine(capsys):
     """16 bytes a parameter of the shards, and 8 GiB for each rank's process, in a machine of eight."""
     asked = ("gpt:layers=4,hidden=2048,heads=16", "--world", "16", "--batch-size", "1", "--device", "h100-80")

@@ -268,7 +268,8 @@ def _changes(answer: Answer) -> str:
     peak = chosen.memory.peak.total
     by_formula = ", by the closed form" if chosen.simulated else ""
     scale, unit = _unit(peak)
-    lines = [f"{chosen.label} needs {peak / scale:,.1f} {unit}. Changes that lower it{by_formula}:"]
+    needs = f"{chosen.label} needs {peak / scale:,.1f} {unit}."
+    lines = wrap(f"{needs} Changes that lower it{by_formula} (plan KEY: VALUE by --set KEY=VALUE):", 80)
     for change in answer.changes:
         saved = change.saved_bytes / scale
         effect = f"-{saved:,.1f} {unit}" if saved >= 0.05 else f"<0.1 {unit}"

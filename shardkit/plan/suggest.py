@@ -178,9 +178,11 @@ def _other_loads(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str
         size = request.world_size * factor
         yield f"--world {size} ({size // given.world_size} x the ranks)", replace(request, world_size=size)
     if request.batch_size and request.batch_size > 1:
-        half = request.batch_size // 2
-        text = f"--batch-size {half}, accumulating more micro-batches"
-        yield text, replace(request, batch_size=half)
+        # Gradients of the first micro-batch are kept through the others.
+        half, steps = request.batch_size // 2, 2 * request.config.shardkit.gradient_accumulation_steps
+        text = f"--batch-size {half}, shardkit.gradient_accumulation_steps: {steps}"
+        accumulating = request.config.changed(shardkit={"gradient_accumulation_steps": steps})
+        yield text, replace(request, batch_size=half).with_config(accumulating)
     if request.has_unusual_sequences:
         text = f"--seq-len {USUAL_TOKENS} (shorter sequences than the model takes)"
         yield text, replace(request, seq_len=USUAL_TOKENS)
