@@ -432,6 +432,8 @@ def test_what_is_offloaded_is_compared_with_the_memory_of_the_machine(capsys):
         text = plan(capsys, *given)
         assert ("in the host's memory, more than its part\n" in text) is not fits
         assert "(from --host-memory), of which 8 GiB" in " ".join(text.split())
+        assert ("That is too little: keep less there, or use more machines" in " ".join(text.split())) is not fits
+        assert not data["changes"]  # they lower the peak on the device, which fits
         assert data["suggested"] != "FULL_SHARD" or fits  # what is not offloaded (NO_SHARD) may fit
     fewest = plan(capsys, *asked, "--host-memory", "20GiB", "--find", "min-gpus")
     assert "GiB in host memory, where its part is" in " ".join(fewest.split())

@@ -579,6 +579,14 @@ def test_the_time_to_save_that_is_advised_is_more_than_the_one_that_is_too_short
     )
 
 
+def test_host_memory_that_is_asked_for_is_not_a_lack_of_the_devices():
+    """More than an H100's machine usually has, by the plan; the job asks for it."""
+    config = files.overlaid(Config(), {"num_processes": 8, "fsdp_config.fsdp_offload_params": True})
+    found = sizing.sized(config, "gpt-175b", sizing.Load(devices.find("h100-80"), None, None, None))
+    assert found.memory_bytes > 8 * 256 * 10**9
+    assert not any("more than H100 80 GB has" in note for note in found.notes)
+
+
 @pytest.mark.parametrize(
     ("device", "accelerator"),
     [

@@ -59,7 +59,8 @@ def answer(
         rows, notes = _refined(request, rows, how)
     suggested, reason = suggest_from(rows, request.rank_device)
     chosen = configured_strategy(request.config)
-    is_too_large = next(row for row in rows if row.strategy is chosen).fits is False
+    peak = next(row for row in rows if row.strategy is chosen).memory.peak
+    is_too_large = request.device.fits(peak.total) is False
     changed = changes(request) if is_too_large else ()
     remarks = [
         note_on_units(request.description.tree, request.config.fsdp),

@@ -324,10 +324,12 @@ def _of_host_memory(answer: Answer) -> str:
     text = f"{held / GIB:,.1f} GiB, pinned, for {counted(ranks, 'rank')} of a machine; " if held else ""
     if (share := request.rank_device.host_bytes) is None:
         return f"Host memory: {text}what a machine has is not known, and not compared: add --host-memory."
+    has_room = request.rank_device.host_has_room(answer.chosen_row.memory.host.total)
+    short = "" if has_room else " That is too little: keep less there, or use more machines or larger ones."
     whose = "from --host-memory" if request.host_bytes else f"usual for {request.device.name}; --host-memory sets it"
     return (
         f"Host memory: {text}a rank's part is {share / GIB:,.1f} GiB ({whose}), of which "
-        f"{HOST_RESERVE_BYTES / GIB:.0f} GiB are for Python, libraries and loaders."
+        f"{HOST_RESERVE_BYTES / GIB:.0f} GiB are for Python, libraries and loaders.{short}"
     )
 
 

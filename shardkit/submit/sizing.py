@@ -57,7 +57,7 @@ def sized(config: Config, model: str, load: Load, file: Path | None = None) -> S
     copied = 0 if config.shardkit.checkpoint.blocking else state
     save_s = writers * state / SAVE_BYTES_PER_S
     notes = []
-    if found.fits is False:
+    if load.device.fits(peak.total) is False:  # its host memory is asked for below
         notes.append(
             f"note: by the plan a rank needs {in_words(peak.total)}, more than {load.device.name} has; "
             f"run shardkit plan{config_flag(file) if file else f' --model {shlex.quote(model)}'} for advice."
