@@ -500,6 +500,13 @@ def test_frozen_weights_in_fp32_are_told(dtype, precision, is_told):
     assert frozen_in_fp32(request.with_config(Config(mixed_precision="no"))) is None
 
 
+def test_a_device_of_unknown_memory_asks_for_it(capsys):
+    asked = ("--model", SMALL, "--world", "2", "--device", "cpu", "--batch-size", "1")
+    text = "Whether it fits is not known: add --memory, for example 16GiB, a rank's share of the host's."
+    assert text in " ".join(plan(capsys, *asked).split())
+    assert "not known" not in plan(capsys, *asked, "--memory", "16GiB")
+
+
 def test_one_is_no_plural_and_thousands_have_commas(capsys):
     out = plan(capsys, SMALL, "--world", "1", "--batch-size", "1", "--seq-len", "1", "--tokens", "1")
     assert "1 rank, " in out and "micro-batch 1 x 1 token a rank" in out
@@ -706,7 +713,8 @@ def test_no_model_is_refused_with_the_forms(capsys):
             ("--world", "1000000"),
             "--world 1000000, in machines of 8: is too large (got '125000'); write 100000 or less.",
         ),
-        (("--device", "2080ti"), "(got '2080ti'); did you mean h200? If not, give its memory: 80GiB."),
+        (("--device", "2080ti"), "(got '2080ti'); use one of a100-pcie, "),
+        (("--device", "h1000"), "(got 'h1000'); did you mean h100? If not, give its memory: 80GiB."),
         (("--device", "GTX 1080 Ti"), "--device: unknown (got 'GTX 1080 Ti'); "),
         (("--device", "3090 ti"), "--device: unknown (got '3090 ti'); did you mean 3090?"),
         (("--memory", "2080ti"), "--memory: not the memory of a device (got '2080ti'); write 80GiB."),

@@ -308,7 +308,8 @@ def find(name: str, memory_bytes: int | None = None) -> Device:
         device = Device(f"device of {name.strip()}", size, {})
     else:
         families = (known.rpartition("-")[0] for known, device in DEVICES.items() if "-" in known and not device.is_tpu)
-        near = get_close_matches(key, [*DEVICES, *families], 1)
+        alike = [known for known in (*DEVICES, *families) if known[0] == key[:1]]  # 2080ti is nothing like h200
+        near = get_close_matches(key, alike, 1)
         hint = f"did you mean {near[0]}? If not," if near else f"use one of {', '.join(DEVICES)}, or"
         raise UsageError(f"--device: unknown (got {name!r}); {hint} give its memory: 80GiB.")
     return device if memory_bytes is None else replace(device, memory_bytes=memory_bytes)

@@ -298,6 +298,9 @@ def _notes(answer: Answer) -> str:
             f"It fits if the peak is within a rank's share of the host memory, {device.memory_bytes / GIB:,.1f} GiB, "
             "of which Python and torch take a quarter of a GiB."
         )
+    elif device.memory_bytes is None:
+        share = ", a rank's share of the host's" if device.name == "CPU" else ""
+        notes.append(f"Whether it fits is not known: add --memory, for example 16GiB{share}.")
     if any(row.memory.host.total for row in answer.rows) or any(change.host_bytes for change in answer.changes):
         notes.append(_of_host_memory(answer))
     if (size := checkpoint_bytes(answer.request, answer.chosen_row)) is not None:
