@@ -129,6 +129,18 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
 
 
+_TRAVEL = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
+_TRAVEL |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+# A dtype that travels, by the size of another one.
+_INSTEAD = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
+
+
+def travels(dtype: torch.dtype) -> bool:
+    """Whether torch sends tensors of this dtype by every backend. NCCL and gloo have no int16 and no unsigned integers
+    of more than 8 bits, and each lacks some of the 8-bit floats."""
+    return dtype in _TRAVEL
+
+
 def memory_of(tensor: torch.Tensor) -> int:
     """A number that is the same for tensors (or their local parts) that share memory; also where a simulation has
     none."""
@@ -161,9 +173,12 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def whole(tensor: DTensor) -> torch.Tensor:
     """All ranks' parts of a sharded tensor together, on every rank, on the mesh's device. Collective."""
-    if not gathers_in_host_memory(tensor.device_mesh):
-        return sharded_like(part_on_mesh(tensor), tensor).full_tensor()
-    return sharded_like(local_part(tensor).to("cpu"), tensor).full_tensor().to(tensor.device_mesh.device_type)
+    is_in_host = gathers_in_host_memory(tensor.device_mesh)
+    part = local_part(tensor).to("cpu") if is_in_host else part_on_mesh(tensor)
+    if not travels(part.dtype) and not any(placement.is_partial() for placement in tensor.placements):
+        part = part.view(_INSTEAD[part.itemsize])
+    found = sharded_like(part, tensor).full_tensor().view(tensor.dtype)
+    return found.to(tensor.device_mesh.device_type) if is_in_host else found
 
 
 def gathers_in_host_memory(mesh: DeviceMesh) -> bool:

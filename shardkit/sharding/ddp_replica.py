@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from shardkit.config.schema import DdpConfig
-from shardkit.distributed.tensors import every_parameter, is_transformed
+from shardkit.distributed.tensors import every_parameter, flat_bytes, is_transformed, travels
 from shardkit.errors import ModelError, UsageError
 from shardkit.sharding import ddp_hooks, precision
 from shardkit.sharding.ddp_names import take_names_of_the_model
@@ -260,8 +260,14 @@ class Replica(DistributedDataParallel):
             self.device_ids = found
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        if self.modules_buffers:  # torch raises an internal error if the model had buffers and has none any more
-            super()._sync_module_buffers(authoritative_rank)
+        if not self.modules_buffers:  # torch raises an internal error if the model had buffers and has none any more
+            return
+        found = self.modules_buffers
+        self.modules_buffers = [buffer if travels(buffer.dtype) else flat_bytes(buffer) for buffer in found]
+        super()._sync_module_buffers(authoritative_rank)
+        for buffer, sent in zip(found, self.modules_buffers, strict=True):
+            if sent.data_ptr() != buffer.data_ptr():  # it does not lie in order in memory
+                buffer.copy_(sent.view(buffer.dtype).view(buffer.shape))
 
     def _refuse_missing(self, missing: list[nn.Parameter]) -> None:
         if missing:

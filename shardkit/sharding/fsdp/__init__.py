@@ -5,6 +5,7 @@ Only this folder uses private parts of FSDP2, and for gradients that wait `gradi
 
 a model             shard_model
 a unit              unit_state, entries, written; in backward: outputs, autograd_grad, unused_parameters, recomputation
+its dtypes          messages
 after an error      recovery
 a deep copy         copies
 whole for a while   unsharded

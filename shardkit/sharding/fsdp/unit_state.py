@@ -31,7 +31,7 @@ from shardkit.distributed.tensors import outside_inference_mode
 from shardkit.errors import ModelError, UsageError
 from shardkit.model import packed
 from shardkit.sharding.activation import gathering
-from shardkit.sharding.fsdp import autograd_grad, entries, unused_parameters, written
+from shardkit.sharding.fsdp import autograd_grad, entries, messages, unused_parameters, written
 from shardkit.sharding.fsdp.internals import (
     groups_of,
     has_gradient,
@@ -340,6 +340,7 @@ def adopt(model: nn.Module, on_gathered: Callable[[FSDPParam], None]) -> Trace:
             group._state, group._number, group._turns = state, number, turns
             group._on_gathered = _Once(state, on_gathered)
             group._writes = written.Writes(group.fsdp_params)
+            messages.take_all_dtypes(group)
     set_trace(model, shared.trace)
     return shared.trace
 

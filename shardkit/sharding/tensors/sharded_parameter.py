@@ -127,7 +127,7 @@ class ShardedParameter(DTensor):
         that of a parameter in forward, and backward is collective."""
         if grad_placements is None and self.requires_grad and torch.is_grad_enabled():
             return _WholeParameter.apply(self)
-        return super().full_tensor(grad_placements=grad_placements)
+        return whole(self) if grad_placements is None else super().full_tensor(grad_placements=grad_placements)
 
     new_empty, new_full = _new("new_empty"), _new("new_full")
     new_ones, new_zeros = _new("new_ones"), _new("new_zeros")
