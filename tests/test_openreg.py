@@ -75,6 +75,13 @@ def test_loops_on_two_devices_are_plain_torch(tmp_path, name):
     assert json.loads((tmp_path / "problems").read_text()) == {}
 
 
+def test_collectives_are_refused_where_nccl_refuses_them(tmp_path):
+    """So that a call of shardkit which only gloo takes fails in these tests."""
+    launch(tmp_path, "refused_on_device.py", tmp_path / "told")
+    told = json.loads((tmp_path / "told").read_text())
+    assert {call: "as NCCL" in text for call, text in told.items()} == dict.fromkeys(told, True) and len(told) == 8
+
+
 def test_offloaded_parameters_live_in_pinned_host_memory(tmp_path):
     found = run(tmp_path, DEVICE, config=fsdp(fsdp_offload_params=True))
     assert found["parameter"] == {"device": "cpu", "dtype": "torch.float32", "pinned": True}
