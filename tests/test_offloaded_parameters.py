@@ -20,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit import Accelerator
+from shardkit.config.schema import Config
 from shardkit.distributed import accelerators, tensors
 from shardkit.distributed.tensors import local_part, sharded_like, whole
 from shardkit.optim import clip, rebind, whole_step
@@ -375,3 +376,13 @@ def test_fused_kernels_find_a_scale_of_the_script_in_host_memory(offload, kind):
     stepper_of(optimizer).step()
     assert optimizer.found_inf is has_overflowed
     assert not any(map(torch.equal, parts(net), before))
+
+
+@pytest.mark.parametrize("takes_host_memory", [False, True])
+def test_offloaded_parameters_in_a_group_without_the_host_are_warned_of(caplog, monkeypatch, takes_host_memory):
+    """NCCL reduces nothing there: "No backend type associated with device type cpu"."""
+    monkeypatch.setattr(parallelize.control, "takes_host_memory", lambda: takes_host_memory)
+    config = Config(num_processes=2, fsdp_config={"fsdp_offload_params": True})
+    rank: Any = SimpleNamespace(device=torch.device("cuda", 0), world_size=2, backend="nccl")
+    assert parallelize._device_of_shards(config, rank) == torch.device("cpu")
+    assert ("has no backend there (got nccl)" in caplog.text) is not takes_host_memory

@@ -249,11 +249,16 @@ _made: list[tuple[Any, Any]] = []
 """The default group without a CPU backend, and the gloo group created for it."""
 
 
+def takes_host_memory() -> bool:
+    """Whether the default group communicates from host memory; one that a script started may have NCCL only."""
+    return "cpu" in str(dist.get_backend_config(dist.group.WORLD))
+
+
 def on_cpu() -> Any:
     """The default group if it communicates from host memory, too; else a gloo group over the same ranks. Collective on
     first use."""
     world = dist.group.WORLD
-    if "cpu" in str(dist.get_backend_config(world)):
+    if takes_host_memory():
         return world
     if not (_made and _made[0][0] is world):
         place = (env.get("MASTER_ADDR") or "", dist.get_rank(), dist.get_world_size())

@@ -215,4 +215,11 @@ def _device_of_shards(config: Config, process: Process) -> torch.device:
     """The device of sharded parameters, their gradients and optimizer state."""
     if config.fsdp.offload_params and process.device.type == "cpu":
         log.info("fsdp_offload_params: no effect on the CPU: parameters and gradients are already in host memory.")
+    elif config.fsdp.offload_params and process.world_size > 1 and not control.takes_host_memory():
+        log.warning(
+            "fsdp_offload_params: training works, but p.norm(), p.mean() and other operations of the script on "
+            "parameters in host memory will fail, since the process group that it started has no backend there (got "
+            "%s); start it with init_process_group(), which takes gloo, too, or leave it to the Accelerator.",
+            process.backend,
+        )
     return torch.device("cpu") if config.fsdp.offload_params else process.device

@@ -239,8 +239,12 @@ struct ThroughHost : c10d::Backend {
   void refuse_different(const char* call, const Tensors& tensors) {
     static std::atomic<int64_t> calls = 0;
     auto text = c10::str("call ", calls++, " of the process, ", call);
-    for (const auto& tensor : tensors)
-      text += c10::str(", ", tensor.scalar_type(), " of shape ", tensor.sizes(), " and strides ", tensor.strides());
+    for (const auto& tensor : tensors) {
+      auto strides = tensor.strides().vec();
+      for (int64_t dim = 0; dim < tensor.dim(); dim++)
+        if (tensor.size(dim) == 1) strides[dim] = 0;  // any stride leads to the same memory
+      text += c10::str(", ", tensor.scalar_type(), " of shape ", tensor.sizes(), " and strides ", at::IntArrayRef(strides));
+    }
     auto length = static_cast<int64_t>(std::min<size_t>(text.size(), TEXT_BYTES));
     Tensors own = {at::zeros({TEXT_BYTES}, at::kByte)};
     std::memcpy(own[0].data_ptr(), text.data(), length);
