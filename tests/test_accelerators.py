@@ -18,7 +18,7 @@ from shardkit.config import hardware
 from shardkit.config.schema import Config
 from shardkit.data.device import to_device
 from shardkit.data.preparing import prepare_loader
-from shardkit.distributed import accelerators, collectives, process, random_state
+from shardkit.distributed import accelerators, collectives, control, process, random_state
 from shardkit.env import Ranks
 from shardkit.errors import MachineError
 from shardkit.sharding import float8
@@ -183,6 +183,17 @@ def test_the_backend_is_the_devices_own_beside_gloo_for_the_cpu(fake):
     assert accelerators.backend_for(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
     assert accelerators.backend_for(torch.device("xpu", 0)) == "cpu:gloo,xpu:xccl"
     assert accelerators.backend_for(torch.device("mps", 0)) == "gloo"
+
+
+@pytest.mark.parametrize(("takes_host_memory", "named"), [(True, None), (False, [2])])
+def test_a_barrier_names_its_device_to_a_group_without_the_cpu(fake, monkeypatch, takes_host_memory, named):
+    seen: list[object] = []
+    monkeypatch.setattr(fake.module, "current_device", lambda: 2, raising=False)
+    monkeypatch.setattr(collectives, "world_size", lambda: 4)
+    monkeypatch.setattr(control, "takes_host_memory", lambda: takes_host_memory)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda device_ids: seen.append(device_ids))
+    collectives.wait_for_everyone()
+    assert seen == [named]
 
 
 def test_mps_is_for_one_process(fake):

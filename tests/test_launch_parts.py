@@ -828,7 +828,8 @@ def test_the_words_for_a_failure():
         twice = RankOutcome(0, exit_code=1, error=replace(error(0), message=message))
         assert advice in diagnosis.render(diagnosis.diagnose([twice]), 0.0, "runs/x")
     aborted = diagnosis.diagnose([RankOutcome(0, exit_code=-6, ended_s=1.0)])
-    assert 'if the log says "collective mismatch" (gloo): a call' in diagnosis.render(aborted, 0.0, "runs/x")
+    said = 'if the log says "collective mismatch" (gloo) or "collective operation timeout" (NCCL): a call'
+    assert said in diagnosis.render(aborted, 0.0, "runs/x")
     for rank, kind in ((0, "BdbQuit"), (1, "BdbQuit"), (1, "ValueError")):  # a debugger, without a terminal on rank 1
         debugged = RankOutcome(rank, exit_code=1, error=error(rank, kind))
         text = diagnosis.render(diagnosis.diagnose([debugged]), 0.0, "runs/x")

@@ -164,8 +164,11 @@ def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_firs
 
 def wait_for_everyone() -> None:
     """Barrier: returns on each rank when all ranks have called it. Collective."""
-    if world_size() > 1:
-        dist.barrier()
+    if world_size() == 1:
+        return
+    # Of a group without the CPU NCCL would guess the device from the rank's number, and torch warns of it.
+    own = None if control.takes_host_memory() else [accelerators.current(accelerators.kind() or "cpu").index]
+    dist.barrier(device_ids=own)
 
 
 def _moved_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,8 @@ OF_UNLIKE_CALLS = (
 """What makes ranks wait for each other in different collectives."""
 
 _BY_EXIT_CODE: dict[int | None, str] = {
-    -signal.SIGABRT: f'if the log says "collective mismatch" (gloo): {OF_UNLIKE_CALLS}',
+    -signal.SIGABRT: 'if the log says "collective mismatch" (gloo) or "collective operation timeout" (NCCL): '
+    + OF_UNLIKE_CALLS,
     0: f"all ranks must leave a loop, and end, together: {_BY_A_SHARED_VALUE}, and not under "
     "`if accelerator.is_main_process`",
 }
