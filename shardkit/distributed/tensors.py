@@ -175,9 +175,11 @@ def whole(tensor: DTensor) -> torch.Tensor:
     """All ranks' parts of a sharded tensor together, on every rank, on the mesh's device. Collective."""
     is_in_host = gathers_in_host_memory(tensor.device_mesh)
     part = local_part(tensor).to("cpu") if is_in_host else part_on_mesh(tensor)
-    if not travels(part.dtype) and not any(placement.is_partial() for placement in tensor.placements):
-        part = part.view(_INSTEAD[part.itemsize])
-    found = sharded_like(part, tensor).full_tensor().view(tensor.dtype)
+    dtype, is_only_moved = part.dtype, not any(placement.is_partial() for placement in tensor.placements)
+    if travels(dtype) or is_composed(part) or not is_only_moved:
+        found = sharded_like(part, tensor).full_tensor()
+    else:
+        found = sharded_like(part.view(_INSTEAD[dtype.itemsize]), tensor).full_tensor().view(dtype)
     return found.to(tensor.device_mesh.device_type) if is_in_host else found
 
 
