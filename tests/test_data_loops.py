@@ -1326,6 +1326,24 @@ def test_a_repeated_loss_counts_the_samples_of_each_rank_where_they_differ(ranks
     assert sum(first) == sum(range(samples)), "each batch's mean, as often as it has samples"
 
 
+def batches_inside_join_uneven_inputs(samples, even_batches):
+    accelerator = Accelerator(config={"distributed_type": "MULTI_CPU", "use_cpu": True})
+    loader = accelerator.prepare(DataLoader(torch.arange(samples), batch_size=2))
+    accelerator.prepare(DataLoader(Flow(4), batch_size=2))
+    with log_lines("shardkit.data") as lines, accelerator.join_uneven_inputs([], even_batches=even_batches):
+        inside = lists(loader)
+    return inside[-1], lists(loader)[-1], lines
+
+
+def test_join_uneven_inputs_pads_as_it_is_told_and_the_last_sample_with_a_warning(ranks):
+    shares = [(inside, after) for inside, after, _ in ranks.run(2, batches_inside_join_uneven_inputs, 7, False)]
+    assert shares == [([4, 5], [4, 5]), ([6], [6, 0])]
+    for even_batches in (True, None):
+        assert [inside for inside, *_ in ranks.run(2, batches_inside_join_uneven_inputs, 7, even_batches)][1] == [6, 0]
+    (first, *_, lines), (second, *_) = ranks.run(2, batches_inside_join_uneven_inputs, 5, False)
+    assert (first, second) == ([4], [0]) and "fewer samples than ranks (1 for 2); it is padded" in lines[0]
+
+
 def several_rows(samples):
     return torch.tensor([*samples, *samples])
 

@@ -73,7 +73,8 @@ DIFFERENCES = [
     ),
     Difference(
         ("DataLoaderConfiguration", "utils.DataLoaderConfiguration", "Accelerator.join_uneven_inputs"),
-        "even_batches=False is an error if some ranks would get fewer batches, also with join_uneven_inputs",
+        "even_batches=False is an error if some ranks would get fewer batches; in join_uneven_inputs the last batch is "
+        "padded then, with a warning",
         "ranks without a batch cannot take part in the collectives of the others",
     ),
     Difference(

@@ -53,7 +53,7 @@ MEMBERS: dict[str, str] = {
     "sync_gradients": _SAME,
     "gradient_accumulation_steps": "a new value takes effect in the next accumulation window",
     "accumulate": "a shorter last window of an epoch is averaged over its micro-batches",
-    "join_uneven_inputs": "does nothing: loaders yield the same number of batches on all ranks",
+    "join_uneven_inputs": "sets even_batches; a last batch of fewer samples than ranks is padded, with a warning",
     "print": _SAME,
     "prepare": "an optimizer keeps its state; several models, and models without optimizer, are sharded",
     "prepare_model": "also works under FSDP, where Accelerate refuses a model without its optimizer",

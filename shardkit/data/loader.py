@@ -252,6 +252,11 @@ class PreparedLoader:
         return self._user_loader.batch_size is None and batch_sampler_of(self._user_loader) is None
 
     @property
+    def batches_source(self) -> Source:
+        """Where its batches come from."""
+        return self._source
+
+    @property
     def total_batch_size(self) -> int:
         """Samples in a global batch, over all ranks."""
         return self._source.total_batch_size
@@ -278,10 +283,8 @@ class PreparedLoader:
 
     def skip_to(self, batches: int) -> None:
         """The next iteration starts after this many batches of the epoch, regardless of the position in it.
-
         If the restored epoch is over, fewer batches than it has are those of the next epoch, since a script that counts
-        its steps is in the next one.
-        """
+        its steps is in the next one."""
         start = Position(self.epoch, order=self._now.order)
         samples = self._source.samples_in(self._seed, start, batches)
         if self._is_restored and samples < self._next.samples and self._is_over(self._next):
@@ -332,8 +335,7 @@ class PreparedLoader:
         """Notes that an optimizer has stepped. `newest`: `last_yield` of the newest batch; `last`: loops at their end.
 
         Several loops may run at once (`zip`): a step uses the batches that each has yielded since the previous one. A
-        loop that yielded before the first step and not after it is not training, unless that step had no newer batch.
-        """
+        loop that yielded before the first step and not after it is not training, unless that had no newer batch."""
         loop = self._loop
         if loop is not None and loop.is_unused:
             self._purpose = "training"
@@ -350,8 +352,7 @@ class PreparedLoader:
         """The position to resume from, as JSON values, the same on every rank. Prefetched batches do not count.
 
         For a training loader: the position of the last optimizer step, so batches not yet used by a step are read
-        again. For other loaders of a training run: the start of the epoch. Without any backward: the current position.
-        """
+        again. For others of a training run: the start of the epoch. Without any backward: the current position."""
         position = self._position_to_save()
         return {
             "epoch": position.epoch,
@@ -379,8 +380,7 @@ class PreparedLoader:
         """The next iteration continues after the saved position, on any number of ranks and with any batch size.
 
         Raises CheckpointError where it is not valid for the data. With `restart_epoch` the saved epoch starts from its
-        beginning where the data, or the way they are split, have changed.
-        """
+        beginning where the data, or the way they are split, have changed."""
         problem = misfit(state, self._facts(), saved_ranks=None)
         if reason := self._loop_misfit(state) or (None if restart_epoch else problem):
             raise CheckpointError(f"data: {reason}.")

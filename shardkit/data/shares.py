@@ -16,8 +16,11 @@ import torch
 from shardkit.data.position import Position
 from shardkit.data.sampler import Drawn, Indexed
 from shardkit.errors import CheckpointError, ShardkitError, UsageError
+from shardkit.log import get_logger
 
 Item = TypeVar("Item")
+
+log = get_logger(__name__)
 
 # A rank's positions are looked up in blocks: small at first, then up to this size, about a millisecond of work.
 FIRST_AT_ONCE, MOST_AT_ONCE = 128, 8192
@@ -26,13 +29,15 @@ FIRST_AT_ONCE, MOST_AT_ONCE = 128, 8192
 @dataclass(frozen=True)
 class BatchLayout:
     """How global batches are split over ranks. `global_batch` counts samples; for a custom batch sampler, its
-    batches."""
+    batches. `even`: a batch that ranks cannot share equally is padded. `pads_the_shortest`: without `even`, only one
+    of fewer samples than ranks is, which is an error otherwise."""
 
     rank: int
     world_size: int
     global_batch: int
     drop_last: bool
     even: bool
+    pads_the_shortest: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,16 +108,18 @@ def split(samples: Sequence[Item], layout: BatchLayout, spare: Sequence[Item]) -
     """One rank's contiguous part of a global batch, and whether it was padded.
 
     With `even` every rank gets equally many; the missing samples (fewer than world_size) are taken from `spare`,
-    cyclically from its start. Otherwise parts differ by at most one sample; UsageError on all ranks where some would be
-    empty, since a rank without a batch would miss the collectives of the others.
+    cyclically from its start. Otherwise parts differ by at most one sample; where some would be empty the batch is
+    padded, or UsageError on all ranks, since a rank without a batch would miss the collectives of the others.
     """
     rank, world_size = layout.rank, layout.world_size
     each, left = divmod(len(samples), world_size)
     if not left:
         return samples[rank * each : (rank + 1) * each], False
-    if not layout.even:
-        if not each:
-            raise UsageError(f"data: {uneven_text(left, world_size)}")
+    if not each and not layout.even and not layout.pads_the_shortest:
+        raise UsageError(f"data: {uneven_text(left, world_size)}")
+    if layout.pads_the_shortest and not each and rank == 0:
+        log.warning("data: the last batch has fewer samples than ranks (%d for %d); it is padded.", left, world_size)
+    if each and not layout.even:
         first = rank * each + min(rank, left)
         return samples[first : first + each + (rank < left)], False
     padding = [spare[number % len(spare)] for number in range(world_size - left)]

@@ -4,7 +4,8 @@ A source rebuilds the user's DataLoader as one that reads this rank's part of ev
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -210,6 +211,20 @@ class SampledSource:
 
     def __len__(self) -> int:
         return number_of_batches(len(self._sampler) * sampler.shares_in(self._sampler), self.layout)
+
+
+@contextmanager
+def padded_as_told(sources: Iterable[Source], even: bool) -> Iterator[None]:
+    """Inside, loops that begin over map-style data pad the last batch, or without `even` split it as it is, if every
+    rank gets a sample of it."""
+    found = [(source, source.layout) for source in sources if isinstance(source, SampledSource)]
+    for source, layout in found:
+        source.layout = replace(layout, even=even, pads_the_shortest=not even)
+    try:
+        yield
+    finally:
+        for source, layout in found:
+            source.layout = layout
 
 
 class StreamSource:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit.data.sources import padded_as_told
 from shardkit.distributed.nested import leaves
 from shardkit.distributed.tensors import every_parameter, is_fsdp
 from shardkit.errors import UsageError
@@ -88,9 +89,12 @@ class TrainingStep(Topology):
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Does nothing: prepared loaders give every rank the same number of batches, regardless of `even_batches`;
-        `prepare` raises where that is impossible."""
-        return nullcontext()
+        """Inside, `even_batches` is the setting of loops that begin, over map-style data. Without it a last batch that
+        ranks cannot share equally is split as it is, and one of fewer samples than ranks is padded, with a warning, so
+        that all ranks have as many batches; what `joinables` are makes no difference."""
+        if even_batches is None:
+            return nullcontext()
+        return padded_as_told([loader.batches_source for loader in self._run.loaders], bool(even_batches))
 
     @eager
     def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
