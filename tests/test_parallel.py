@@ -4,11 +4,12 @@ import copy
 import gc
 import inspect
 import sys
+from abc import ABC
 from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -36,6 +37,8 @@ from shardkit.sharding.units import units_of
 from tests import models
 from tests.models import Reductions
 from tests.ranks import RankError
+
+Item = TypeVar("Item")
 
 
 def config_for(world: int, strategy: int = 1, **settings: Any) -> Config:
@@ -319,6 +322,38 @@ def names_of_classes() -> list[str]:
 
 def test_libraries_that_look_up_the_name_of_a_models_class_find_it(ranks):
     assert ranks.run(2, names_of_classes)[0] == ["tests.models.Gpt, Gpt", "tests.models.Block, Block"]
+
+
+class Layer(Generic[Item], nn.Linear):
+    """Laid out in memory by another base than nn.Module."""
+
+
+class Stacked(ABC, nn.Module):
+    """The same of the root."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.first, self.last = Layer(8, 8), Layer(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).relu())
+
+
+def classes_with_another_base_first() -> tuple[list[str], float]:
+    torch.manual_seed(0)
+    model, data = Stacked(), torch.randn(2, 8)
+    expected = steps(copy.deepcopy(model), data)
+    sharded = parallel(model, config_for(2, fsdp_transformer_layer_cls_to_wrap="Layer")).to("cpu")
+    assert isinstance(sharded, Stacked) and isinstance(sharded.first, Layer)
+    kinds = [type(module) for module in sharded.modules() if isinstance(module, FSDPModule)]
+    assert all(kind._apply is FSDPModule._apply for kind in kinds), "the order of methods is that of torch's classes"
+    found = steps(sharded, data)
+    return [kind.__name__ for kind in kinds], max((found[fqn] - expected[fqn]).abs().max().item() for fqn in expected)
+
+
+def test_a_class_may_have_another_base_before_that_of_modules(ranks):
+    for names, difference in ranks.run(2, classes_with_another_base_first):
+        assert names == ["Stacked", "Layer", "Layer"] and difference < 1e-6
 
 
 def test_an_odd_dtype_becomes_a_unit_or_is_refused():

@@ -25,6 +25,8 @@ from shardkit.log import get_logger
 # The newest torch whose private parts were read; `make test-newest` runs the tests on it.
 NEWEST = (2, 15)
 
+_FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fully_shard"
+
 log = get_logger(__name__)
 
 
@@ -59,7 +61,7 @@ def refuse_transforms() -> None:
 @contextmanager
 def taking_containers() -> Iterator[None]:
     """Inside, fully_shard takes a ModuleDict or ModuleList that has a forward. (Before torch 2.13 it takes none.)"""
-    place = import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+    place = import_module(_FULLY_SHARD)
     found = place._validate_module
     place._validate_module = lambda module, name: None  # type: ignore[attr-defined]
     try:
@@ -72,6 +74,27 @@ def own_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The class that a module had before fully_shard has put one of FSDP's on it."""
     bases: Any = kind.__mro__
     return next(base for base in bases if not issubclass(base, FSDPModule))
+
+
+def give_class(kind: type[nn.Module]) -> None:
+    """Lets fully_shard take modules of a class with another base before nn.Module, as in `class Model(ABC, nn.Module)`.
+
+    Python lays such a class out by its first base, and refuses its modules the class that torch makes, of FSDPModule
+    and theirs. They get one that is laid out by theirs and has the same order of methods.
+    """
+    place = import_module(_FULLY_SHARD)
+    known = place.get_cls_to_fsdp_cls()
+    if kind in known or issubclass(kind, FSDPModule) or _is_laid_out_by_module(kind):
+        return
+    order: Any = type(f"Order{kind.__name__}", (type(kind),), {"mro": lambda made: [made, FSDPModule, *kind.__mro__]})
+    attributes = {"__deepcopy__": place._unimplemented_deepcopy, "__module__": kind.__module__}
+    known[kind] = order(f"FSDP{kind.__name__}", (kind, FSDPModule), attributes)
+
+
+def _is_laid_out_by_module(kind: type) -> bool:
+    while kind not in (nn.Module, object):
+        kind = kind.__base__ or object
+    return kind is nn.Module
 
 
 def root_of(model: nn.Module) -> Any:

@@ -54,6 +54,7 @@ def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offl
             policy = _policy(mixed, is_root=not unit.fqn, dtype=_dtype_of(unit))
         unit.module.register_forward_hook(lambda module, args, output: outputs.without_views(output))
         _give_forward(unit.module)
+        internals.give_class(type(unit.module))
         with internals.taking_containers():
             fully_shard(
                 unit.module,
