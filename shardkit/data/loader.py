@@ -13,7 +13,6 @@ from shardkit.data.device import to_device
 from shardkit.data.loop import Batches, Call, Loop
 from shardkit.data.position import EPOCH_IS_OVER, Position, facts_of, inside_loop, misfit, saved_position, stored_state
 from shardkit.data.sources import Source, batch_sampler_of, batch_size_of
-from shardkit.distributed import progress
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
 from shardkit.signatures import signature
@@ -63,7 +62,6 @@ class PreparedLoader:
     def _batches(self) -> Generator[Any, None, None]:
         if self.before_loop is not None and (before_loop := self.before_loop()) is not None:
             before_loop(self)
-        progress.begin_loop()
         is_moved, is_inside = self._is_positioned, self._loop is not None
         loop = self._loop = self._begin()
         try:
@@ -75,7 +73,6 @@ class PreparedLoader:
                     after_batch(self)
             loop.refuse_early_end()
             loop.finish()
-            progress.post("after a loop")
         finally:
             self._end(loop)
 

@@ -156,6 +156,7 @@ class Loop:
 
     def finish(self) -> None:
         """The epoch is over."""
+        progress.post("after a loop")
         self.position, self.is_finished = Position(self.position.epoch + 1), True
 
     def close(self) -> None:

@@ -314,6 +314,7 @@ class Accumulation:
     def before_loop(self, loader: PreparedLoader) -> None:
         """Called by a loader when a loop begins. A loader that the script took out of the prepared ones is one again:
         it ends windows, and knows which of its samples are padding."""
+        progress.begin_loop()
         if loader not in self.loaders:
             self.loaders.append(loader)
         self.data.keep_random_states(one for one in self.loaders if one is not loader or loader.keeps_unused)
