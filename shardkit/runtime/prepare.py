@@ -69,6 +69,8 @@ def prepare(
     except ShardkitError:
         run.optimizers[:], run.schedulers[:] = found_before
         raise
+    loaders = [pair for *pair, kind in zip(objects, prepared, kinds, strict=True) if kind == "loader"]
+    run.schedule_lengths.note_prepared(loaders, run.schedulers)
     if "model" in kinds and run.config.mode == "fsdp" and run.process.device.type != "cpu":
         accelerators.empty_cache()  # whole weights that sharding has freed, else reserved in segments of their sizes
     return prepared

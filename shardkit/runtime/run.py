@@ -29,6 +29,7 @@ from shardkit.runtime.likely_mistakes.missing_models import MissingModels
 from shardkit.runtime.likely_mistakes.same_data import SameData
 from shardkit.runtime.likely_mistakes.same_modules import SameModules
 from shardkit.runtime.likely_mistakes.same_weights import SameWeights
+from shardkit.runtime.likely_mistakes.schedule_lengths import ScheduleLengths
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.nan_origin import NanOrigin
 from shardkit.runtime.optimizer import AcceleratedOptimizer
@@ -117,6 +118,7 @@ class Run:
     same_modules: SameModules = field(init=False)
     same_data: SameData = field(init=False)
     followers: Followers = field(init=False)
+    schedule_lengths: ScheduleLengths = field(init=False)
     nan_origin: NanOrigin | None = field(init=False)
     """Under `debug`."""
     checks_before_step: Sequence[Callable[[], None]] = field(init=False)
@@ -155,6 +157,7 @@ class Run:
         self.same_modules = SameModules(self.models, control, self.config.debug)
         self.same_data = SameData(self.loaders, control)
         self.followers = Followers(self.evaluated, is_main)
+        self.schedule_lengths = ScheduleLengths(self.accumulation, is_main)
         debugs = self.config.debug and self.config.mode != "xla"  # there each look would be a program of its own
         self.nan_origin = NanOrigin(self.counters, self.accumulation.loss_scale, control) if debugs else None
         self.checks_before_step = (
@@ -164,6 +167,7 @@ class Run:
             self.same_data.check,
             MissingModels(self.models, self.optimizers, control).check,
             self.followers.note_step,
+            self.schedule_lengths.check,
         )
         foreign_steps.watch(self.accumulation)
 
