@@ -940,6 +940,8 @@ def test_an_error_in_a_worker_of_a_data_loader_is_told_with_its_own_line():
         ("[/gloo/transport/tcp/pair.cc:1]\nfailed to connect", "gloo could not connect ranks"),
         ("[/gloo/transport/tcp/pair.cc:1] timed out", ""),
         ("'Gpt' object has no attribute 'module'", "only DDP's wrapper has .module"),
+        ("'AcceleratedOptimizer' object is not callable", "prepare returns its arguments in the order"),
+        ("EOF when reading a line", "only rank 0 reads the terminal, where the launch has one: make the answer"),
         ("trying to initialize the default process group twice!", "Accelerator() has started the process group"),
         ('iter->isIntList() INTERNAL ASSERT FAILED at "torch/csrc/autograd/TraceTypeManual.cpp":238', "torch.export, "),
         ("'_Entry' object has no attribute '__code__'", "torch.export, "),

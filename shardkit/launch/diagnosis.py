@@ -124,6 +124,11 @@ _BY_MESSAGE = (
         "accelerator.save_model(model, folder)",
     ),
     (
+        r"^'(AcceleratedOptimizer|AcceleratedScheduler|PreparedLoader)' object is not callable$",
+        "prepare returns its arguments in the order in which they were given: "
+        "model, optimizer = accelerator.prepare(model, optimizer)",
+    ),
+    (
         "Default process group has not been initialized",
         "Accelerator() starts the process group, so create it before; one process has none, unless the script starts "
         "it, before Accelerator(): use accelerator.reduce, gather and wait_for_everyone, which need none, or write "
@@ -277,7 +282,12 @@ def _next_step(outcome: RankOutcome) -> str:
     error = outcome.error
     if error is None:
         return _BY_EXIT_CODE.get(outcome.exit_code, "")
-    if error.rank and (error.kind == "BdbQuit" or error.message == "EOF when reading a line"):
+    if error.message == "EOF when reading a line":
+        return (
+            "only rank 0 reads the terminal, where the launch has one: make the answer an argument of the script, "
+            "which all ranks get"
+        )
+    if error.rank and error.kind == "BdbQuit":
         return (
             "only rank 0 reads the terminal; the others wait for it at their next collective: "
             "if accelerator.is_main_process: breakpoint()"
