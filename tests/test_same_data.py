@@ -20,6 +20,8 @@ from tests.loops.net import Net, adam, loss_of
 from tests.loops.run import WORDS
 from tests.ranks import log_lines
 
+OLD_NAMES = ("the old name", "all the old names")
+
 
 def trained(strategy: int, how: str) -> list[str]:
     """The warnings of this rank, in a few steps with batches of this kind."""
@@ -31,10 +33,12 @@ def trained(strategy: int, how: str) -> list[str]:
         if how == "a head of zeros":
             torch.nn.init.zeros_(model.head.weight)
             torch.nn.init.zeros_(model.head.bias)
-        model, optimizer, prepared = accelerator.prepare(model, adam(model.parameters()), loader)
+        model, optimizer, prepared = accelerator.prepare(model, own := adam(model.parameters()), loader)
+        if how == "all the old names":
+            optimizer = own
         batches = prepared if how == "prepared" else loader
         for (batch,) in [*batches, *batches]:
-            mine = batch if how in ("prepared", "the old name") else batch.chunk(2)[accelerator.process_index]
+            mine = batch if how in ("prepared", *OLD_NAMES) else batch.chunk(2)[accelerator.process_index]
             accelerator.backward(loss_of(model, mine))
             optimizer.step()
             optimizer.zero_grad()
@@ -43,7 +47,7 @@ def trained(strategy: int, how: str) -> list[str]:
 
 
 def of_all() -> dict[tuple[int, str], list[str]]:
-    kinds = ("the old name", "prepared", "by hand", "a head of zeros")
+    kinds = (*OLD_NAMES, "prepared", "by hand", "a head of zeros")
     return {(strategy, how): trained(strategy, how) for strategy in (1, 3) for how in kinds}
 
 
@@ -51,7 +55,7 @@ def of_all() -> dict[tuple[int, str], list[str]]:
 def test_the_same_samples_on_all_ranks_are_noticed(ranks):
     for rank, found in enumerate(ranks.run(2, of_all)):
         for (strategy, how), told in found.items():
-            if how == "the old name" and rank == 0:
+            if how in OLD_NAMES and rank == 0:
                 (text,) = told
                 assert text.startswith("data: all ranks had the same losses in the first 3 steps"), strategy
                 assert "give the DataLoader to accelerator.prepare and read what it returns" in text

@@ -293,7 +293,7 @@ def watch_optimizers(run: Run) -> None:
     first step of one that is not prepared."""
     run.events.on_new_group = partial(_follow, run)
     if run.config.num_processes > 1:
-        run.events.before_foreign_step = partial(_refuse_late, run)
+        run.events.on_foreign_optimizer = partial(_refuse_late, run)
 
 
 def _refuse_strangers(run: Run, optimizer: AcceleratedOptimizer) -> None:

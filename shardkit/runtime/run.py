@@ -23,6 +23,7 @@ from shardkit.model.tree import ModuleNode
 from shardkit.optim import loss_scale, rebind
 from shardkit.runtime import settings
 from shardkit.runtime.checkpoints.hooks import StateHooks
+from shardkit.runtime.eager import eager
 from shardkit.runtime.likely_mistakes.early_steps import EarlySteps
 from shardkit.runtime.likely_mistakes.followers import Followers
 from shardkit.runtime.likely_mistakes.missing_models import MissingModels
@@ -127,6 +128,7 @@ class Run:
     def __post_init__(self) -> None:
         self.trackers = Trackers(self.selected_trackers, self.process.is_main, lambda: self.loads)
         self.events.before_step = self._check_step
+        self.events.before_foreign_step = self._check_foreign_step
         self.events.on_loss = self._note_loss
         self.forget()
 
@@ -198,6 +200,11 @@ class Run:
             check()
         if self.nan_origin is not None:
             self.nan_origin.check(optimizer)
+
+    @eager
+    def _check_foreign_step(self) -> None:
+        self.same_data.check()
+        self.schedule_lengths.check()
 
     @property
     def device(self) -> torch.device:

@@ -77,8 +77,8 @@ class ScheduleLengths:
         epochs = "an epoch" if length == epoch else f"{length // epoch:,} epochs"
         return (
             f"schedule: {type(one.scheduler.scheduler).__name__} has {length:,} steps, as many as {epochs} had with "
-            f"the loader before prepare (got {now:,} steps an epoch now, {epoch:,} before), so {epochs} would end in its "
-            f"middle; prepare the loader first and count by {by}, or keep the script's batch size for all ranks "
+            f"the loader before prepare (got {now:,} steps an epoch now, {epoch:,} before), so {epochs} would end in "
+            f"its middle; prepare the loader first and count by {by}, or keep the script's batch size for all ranks "
             f"together: Accelerator(split_batches=True). For a training of {length:,} steps it is right."
         )
 

@@ -65,7 +65,8 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _refuse_early(accumulation, type(optimizer).__name__, parameters)
         if is_new:
             refuse_unfit(optimizer)
-            accumulation.events.before_foreign_step(optimizer)
+            accumulation.events.on_foreign_optimizer(optimizer)
+        accumulation.events.before_foreign_step()
     _checked[optimizer] = parameters
 
 

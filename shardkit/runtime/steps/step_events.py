@@ -22,8 +22,10 @@ class StepEvents:
     before_step: Callable[[torch.optim.Optimizer], None] = _nothing
     """Called before each step of a prepared optimizer, with the one inside; raises UsageError or ModelError where it
     must not step on the present gradients. Collective in the first steps."""
-    before_foreign_step: Callable[[torch.optim.Optimizer], None] = _nothing
+    on_foreign_optimizer: Callable[[torch.optim.Optimizer], None] = _nothing
     """Called before the first step of an optimizer that was not prepared; raises where it must not step."""
+    before_foreign_step: Callable[[], None] = _nothing
+    """Called before each of its steps; raises UsageError on all ranks. Collective in the first steps."""
     on_step: Callable[[], None] = _nothing
     """Called after each optimizer step."""
     at_boundary: Callable[[], None] = _nothing
