@@ -2,6 +2,8 @@
 batch of the window's micro-batches."""
 
 import copy
+from collections import deque
+from itertools import islice
 
 import pytest
 import torch
@@ -85,6 +87,55 @@ def test_a_script_may_say_that_a_last_batch_ends_no_window(is_set):
                 optimizer.zero_grad()
     one, two = ([timestep * batch for timestep in range(1, 5)] for batch in data)
     expected = by_hand([one[:2], one[2:], *([two[:2], two[2:]] if is_set else [[each] for each in two])])
+    torch.testing.assert_close(model.weight.detach(), expected)
+
+
+def in_blocks(loader, size):
+    """As scripts read that count the tokens of a step before its first micro-batch."""
+    iterator = iter(loader)
+    while block := [*islice(iterator, size)]:
+        yield from block
+
+
+def held_ahead(loader, number):
+    """As prefetchers read: so many batches ahead."""
+    waiting = deque()
+    for batch in loader:
+        waiting.append(batch)
+        if len(waiting) > number:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def every_second(loader, _):
+    for number, batch in enumerate(loader):
+        if number % 2:
+            yield batch
+
+
+@pytest.mark.parametrize(
+    ("read", "ahead", "size", "windows"),
+    [
+        (in_blocks, 2, 2, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (in_blocks, 3, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]),
+        (in_blocks, 4, 2, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (held_ahead, 1, 4, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (held_ahead, 2, 2, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (every_second, 0, 3, [[1, 3, 5], [7]]),
+    ],
+)
+def test_the_end_of_a_loader_that_is_read_ahead_ends_the_window_of_its_last_batch(read, ahead, size, windows):
+    accelerator = Accelerator(config=PLAIN, gradient_accumulation_steps=size)
+    model, optimizer = parts(accelerator)
+    data = batches(8)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.cat(data), batch_size=2))
+    for batch in read(loader, ahead):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = by_hand([[data[number] for number in window] for window in windows])
+    assert accelerator.counters.step == len(windows)
     torch.testing.assert_close(model.weight.detach(), expected)
 
 

@@ -120,6 +120,8 @@ class Loop:
     """Batches of its epoch that a restored position has left out; 0 once a micro-batch has used one of its batches."""
     yielded: int = 0
     """Number of its batches so far."""
+    micro_batches: int = 0
+    """Number of those in `accumulate()` that began with a batch of it as the newest."""
     is_trained_on: bool = False
     """Whether there was a backward."""
     start: Position = field(default_factory=Position)
@@ -202,6 +204,21 @@ class Loop:
         return self.is_open and self.piece.is_last and self.is_unused
 
     @property
+    def ends_micro_batches(self) -> bool:
+        """Whether its end, or the script, ends the window with the present micro-batch: not where the script has read
+        batches ahead, and further micro-batches train on them."""
+        ahead = self.yielded - self.micro_batches
+        is_read_ahead = self.is_last and 0 < ahead < MOST_HELD and _are_held([*self.earlier][-ahead:])
+        return self.ends_window and not is_read_ahead
+
+    def was_read_ahead(self, most: int) -> bool:
+        """Whether it has ended, and the script has trained on it and holds its last batches, at `most` so many, for
+        further micro-batches."""
+        ahead = self.yielded - self.micro_batches
+        may_be = self.is_finished and self.micro_batches > 0 and 0 < ahead <= min(most, MOST_HELD)
+        return may_be and _are_held([*self.earlier, self.tensors][-ahead:])
+
+    @property
     def is_one_held(self) -> bool:
         """Whether it was left at its first batch, and the script has not dropped that."""
         return self.yielded == 1 and (not self.tensors or bool(alive(self.tensors)))
@@ -248,6 +265,10 @@ class Loop:
         self.local_total += self.local_samples or 0
         progress.post("forward")
         return batch
+
+
+def _are_held(batches: list[list[ReferenceType[torch.Tensor]]]) -> bool:
+    return all(tensors and len(alive(tensors)) == len(tensors) for tensors in batches)
 
 
 def alive(references: list[ReferenceType[torch.Tensor]]) -> list[torch.Tensor]:

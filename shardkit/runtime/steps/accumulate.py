@@ -340,9 +340,9 @@ class Accumulation:
         self._has_stepped_in_micro_batch = False
         self.counters.micro_step += 1
         self.micro_batches += 1
-        loader = self.data.begin_micro_batch()
-        is_last = self.ends_with_data and loader is not None and loader.end_of_dataloader
         window = self._window
+        loader = self.data.begin_micro_batch(window.planned_size)
+        is_last = self.ends_with_data and self.data.ends_window
         window.loader, window.deferred = loader, ()
         window.is_full = is_last or self.counters.micro_step >= window.planned_size
         window.full_size = self.counters.micro_step if window.is_full else 0

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable
 
 from shardkit.data.loader import PreparedLoader, active_loader
+from shardkit.data.loop import Loop
 from shardkit.data.sampler import length_of
 from shardkit.distributed import random_state, xla
 
@@ -18,16 +19,32 @@ class WindowData:
         """Those that have given a batch for the last micro-batch."""
         self._newest_batch = 0
         """`last_yield` of the newest batch that the last micro-batch had."""
+        self._loop: Loop | None = None
+        """The loop over a loader whose end ends the window."""
         self._random_states: random_state.States | None = None
         """From before the first batch that no step has used."""
 
-    def begin_micro_batch(self) -> PreparedLoader | None:
+    def begin_micro_batch(self, most: int) -> PreparedLoader | None:
         """The loader whose end ends the window: of several that have yielded a batch for this micro-batch the longest,
-        since a shorter one begins again in the same loop."""
+        since a shorter one begins again in the same loop. `most`: micro-batches of a window."""
         active = active_loader(self._loaders)
         new = [one for one in self._loaders if one.is_iterating and one.last_yield > self._newest_batch]
         self._newest_batch, self._of_micro_batch = 0 if active is None else active.last_yield, new
-        return active if len(new) < 2 else max(new, key=lambda one: (_length(one), one.last_yield))
+        loader = active if len(new) < 2 else max(new, key=lambda one: (_length(one), one.last_yield))
+        ended = (one.ended for one in self._loaders if one.ended is not None)
+        self._loop = (
+            loader.newest_loop
+            if loader is not None
+            else next((loop for loop in ended if loop.was_read_ahead(most)), None)
+        )
+        if self._loop is not None:
+            self._loop.micro_batches += 1
+        return loader
+
+    @property
+    def ends_window(self) -> bool:
+        """Whether the loop that gave the present micro-batch ends the window with it."""
+        return self._loop is not None and self._loop.ends_micro_batches
 
     def keep_open(self) -> None:
         """The window goes on after this micro-batch, maybe in the loaders' next loops."""
