@@ -309,6 +309,9 @@ def test_diff_compares_what_different_ranks_saved(project, ranks, capsys):
     text = called(capsys, "diff", steps, one, code=EXIT_CHECK_FAILED)
     assert re.search(r"model: embed\.weight: [\d,]+ of [\d,]+ values differ, at most by \S+ \(relative: \S+\)", text)
     assert "scheduler.0" in found["other_state"]
+    rates = found["state_values"]["optim 0 settings"]["groups.0.settings.lr"]
+    assert f"state: optim 0 settings differs: groups.0.settings.lr {rates[0]} | {rates[1]}, " in text
+    assert "last_epoch" in found["state_values"]["scheduler.0"]
     assert not found["only_first"] and not found["only_second"]
 
 

@@ -56,11 +56,26 @@ def difference(found: "CheckpointDifference") -> list[str]:
     lines += _some([f"only in the second: {name}" for name in found.only_second])
     lines += _some([f"{name}: {pair[0]} | {pair[1]}" for name, pair in found.other_shape.items()])
     lines += _some([f"{name}: {magnitude(found.magnitudes[name])}" for name in found.other_values])
-    lines += [f"state: {name} differs" for name in found.other_state]
+    lines += [f"state: {name} {_values_apart(found.state_values.get(name, {}))}" for name in found.other_state]
     unequal = len(found.other_values) + len(found.other_shape)
     return [*lines, f"{counted(found.equal, 'tensor')} equal, {unequal} not."]
 
 
+def _values_apart(unequal: "dict[str, tuple[Any, Any]]") -> str:
+    """`lr 0.1 | 0.05`: the first values of a state that differ; `differs` where they are no single ones."""
+    single = [(place, pair) for place, pair in unequal.items() if place and not any(map(_has_parts, pair))]
+    if not single:
+        return "differs"
+    text = "differs: " + ", ".join(f"{place} {one} | {two}" for place, (one, two) in single[:_VALUES_SHOWN])
+    more = len(unequal) - len(single[:_VALUES_SHOWN])
+    return f"{text}, {more:,} more (--json lists all)" if more else text
+
+
+def _has_parts(value: Any) -> bool:
+    return isinstance(value, (dict, list))
+
+
+_VALUES_SHOWN = 3
 # Two steps of a run differ in every tensor: a model has hundreds, its optimizer thousands.
 _SHOWN = 20
 

@@ -40,6 +40,8 @@ class CheckpointDifference:
     other_shape: dict[str, tuple[str, str]] = field(default_factory=dict)
     other_values: list[str] = field(default_factory=list)
     other_state: list[str] = field(default_factory=list)
+    state_values: dict[str, dict[str, tuple[Any, Any]]] = field(default_factory=dict)
+    """For states in `other_state` the values that differ, by their place: {"groups.0.settings.lr": (0.1, 0.05)}."""
     magnitudes: dict[str, Magnitude] = field(default_factory=dict)
     equal: int = 0
 
@@ -66,7 +68,8 @@ def compare(
         pair = getattr(first.manifest, name), getattr(second.manifest, name)
         if pair[0] != pair[1]:
             found.facts[name] = pair
-    found.other_state = _other_state(first, second)
+    found.state_values = _other_state(first, second)
+    found.other_state = [*found.state_values]
     with Files(first) as a, Files(second) as b:
         found.other_state += _other_per_rank_state(a, b) + _other_files(a, b)
         _compare_tensors(a, b, found, on_bytes)
@@ -80,10 +83,25 @@ def _refuse_damaged(first: Checkpoint, second: Checkpoint, on_bytes: Callable[[i
         raise CheckpointCorrupted("\n".join([*problems, "checkpoint: damaged checkpoints are not compared."]))
 
 
-def _other_state(first: Checkpoint, second: Checkpoint) -> list[str]:
+def _other_state(first: Checkpoint, second: Checkpoint) -> dict[str, dict[str, tuple[Any, Any]]]:
     """Non-tensor state that differs: objects by name, positions of loaders, settings of each optimizer."""
     one, two = (_flat_state(item.common()) for item in (first, second))
-    return [name for name in dict.fromkeys([*one, *two]) if one.get(name) != two.get(name)]
+    names = [name for name in dict.fromkeys([*one, *two]) if one.get(name) != two.get(name)]
+    return {name: dict(_unequal(one.get(name), two.get(name))) for name in names}
+
+
+def _unequal(one: Any, two: Any, place: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """The innermost values that differ in two JSON values; None for what one of them lacks."""
+    if isinstance(one, list) and isinstance(two, list):
+        one, two = (dict(enumerate(given)) for given in (one, two))
+    if not (isinstance(one, dict) and isinstance(two, dict)):
+        if one != two:
+            yield place, (one, two)
+        return
+    for key in dict.fromkeys([*one, *two]):
+        is_encoding = str(key).startswith("$")  # such as {"$tuple": [...]}
+        inside = place if is_encoding else f"{place}.{key}".lstrip(".")
+        yield from _unequal(one.get(key), two.get(key), inside)
 
 
 def _other_per_rank_state(a: Files, b: Files) -> list[str]:
