@@ -69,7 +69,8 @@ def prepare(
     except ShardkitError:
         run.optimizers[:], run.schedulers[:] = found_before
         raise
-    loaders = [pair for *pair, kind in zip(objects, prepared, kinds, strict=True) if kind == "loader"]
+    triples = zip(objects, prepared, kinds, strict=True)
+    loaders = [(before, after) for before, after, kind in triples if kind == "loader"]
     run.schedule_lengths.note_prepared(loaders, run.schedulers)
     if "model" in kinds and run.config.mode == "fsdp" and run.process.device.type != "cpu":
         accelerators.empty_cache()  # whole weights that sharding has freed, else reserved in segments of their sizes
