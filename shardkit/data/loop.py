@@ -208,7 +208,7 @@ class Loop:
         """Whether its end, or the script, ends the window with the present micro-batch: not where the script has read
         batches ahead, and further micro-batches train on them."""
         ahead = self.yielded - self.micro_batches
-        is_read_ahead = self.is_last and 0 < ahead < MOST_HELD and _are_held([*self.earlier][-ahead:])
+        is_read_ahead = self.piece.is_last and 0 < ahead < MOST_HELD and _are_held([*self.earlier][-ahead:])
         return self.ends_window and not is_read_ahead
 
     def was_read_ahead(self, most: int) -> bool:
