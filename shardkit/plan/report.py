@@ -331,8 +331,8 @@ def _of_host_memory(answer: Answer) -> str:
     short = "" if has_room else " That is too little: keep less there, or use more machines or larger ones."
     whose = "from --host-memory" if request.host_bytes else f"usual for {request.device.name}; --host-memory sets it"
     return (
-        f"Host memory: {text}a rank's part is {share / GIB:,.1f} GiB ({whose}), of which "
-        f"{HOST_RESERVE_BYTES / GIB:.0f} GiB are for Python, libraries and loaders.{short}"
+        f"Host memory: {text}a rank's part is {share / GIB:,.1f} GiB ({whose}), less "
+        f"{HOST_RESERVE_BYTES / GIB:.0f} GiB for Python, libraries and loaders.{short}"
     )
 
 
