@@ -139,6 +139,31 @@ def test_the_end_of_a_loader_that_is_read_ahead_ends_the_window_of_its_last_batc
     torch.testing.assert_close(model.weight.detach(), expected)
 
 
+@pytest.mark.parametrize(
+    ("skipped", "kept"),
+    [([0], None), ([2], None), ([2], 2), ([1, 4], None), ([6], 2), ([7], 2)],  # [0], 2: as a loop that reads one ahead
+)
+def test_batches_that_were_skipped_and_are_kept_are_not_read_ahead(skipped, kept):
+    accelerator = Accelerator(config=PLAIN, gradient_accumulation_steps=3)
+    model, optimizer = parts(accelerator)
+    data = batches(8)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.cat(data), batch_size=2))
+    last = deque(maxlen=kept)
+    for number, batch in enumerate(loader):
+        last.append(batch)
+        if number in skipped:
+            continue
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    trained = [one for number, one in enumerate(data) if number not in skipped]
+    windows = [trained[begin : begin + 3] for begin in range(0, len(trained), 3)]
+    if 7 in skipped:  # the loader's last batch ends a window, and has no micro-batch
+        windows = [window for window in windows if len(window) == 3]
+    torch.testing.assert_close(model.weight.detach(), by_hand(windows))
+
+
 @pytest.mark.parametrize("zero", ["model", "optimizer"])
 def test_gradients_of_a_batch_that_raised_after_its_backward_may_be_dropped(zero):
     accelerator = Accelerator(config=PLAIN)

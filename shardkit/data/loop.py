@@ -122,6 +122,9 @@ class Loop:
     """Number of its batches so far."""
     micro_batches: int = 0
     """Number of those in `accumulate()` that began with a batch of it as the newest."""
+    reads_ahead: bool = False
+    """Whether these train on batches before the newest. Else batches without a micro-batch of their own were skipped,
+    also where the script keeps them."""
     is_trained_on: bool = False
     """Whether there was a backward."""
     start: Position = field(default_factory=Position)
@@ -135,6 +138,10 @@ class Loop:
     """Samples of the batches that were yielded since the last micro-batch."""
     _to_train: list[int] = field(default_factory=list)
     """Of those yielded before the last micro-batch, the ones that the next micro-batches train on."""
+    _yielded_before: int = 0
+    """`yielded` when the last micro-batch in `accumulate()` began."""
+    _began_ahead: bool = False
+    """Whether the first of these began with several batches read: the script reads ahead, or has skipped some."""
 
     def take(self, piece: Piece) -> None:
         """Makes this the current batch."""
@@ -146,6 +153,18 @@ class Loop:
         self.last_yield = next(_yields)
         self._read.append(piece.samples)
         self.yielded += 1
+
+    def begin_micro_batch(self) -> None:
+        """A micro-batch in `accumulate()` begins, with the current batch as the newest."""
+        if self.micro_batches:
+            self.reads_ahead |= self.yielded == self._yielded_before
+        else:
+            self._began_ahead = self.yielded > 1
+        self.micro_batches, self._yielded_before = self.micro_batches + 1, self.yielded
+        ahead = self._ahead
+        if self._began_ahead and self.piece.is_last and not self.is_finished and 0 < ahead < MOST_HELD:
+            *_, before = [[], *self.earlier][:-ahead]
+            self.reads_ahead |= _are_held([*self.earlier][-ahead:]) and not _are_held([before])  # it may keep all
 
     def refuse_early_end(self) -> None:
         """UsageError where the batches have ended before the last one: only this rank would leave its loop there."""
@@ -207,16 +226,21 @@ class Loop:
     def ends_micro_batches(self) -> bool:
         """Whether its end, or the script, ends the window with the present micro-batch: not where the script has read
         batches ahead, and further micro-batches train on them."""
-        ahead = self.yielded - self.micro_batches
-        is_read_ahead = self.piece.is_last and 0 < ahead < MOST_HELD and _are_held([*self.earlier][-ahead:])
-        return self.ends_window and not is_read_ahead
+        ahead = self._ahead
+        may_be = self.reads_ahead and self.piece.is_last and 0 < ahead < MOST_HELD
+        return self.ends_window and not (may_be and _are_held([*self.earlier][-ahead:]))
 
     def was_read_ahead(self, most: int) -> bool:
         """Whether it has ended, and the script has trained on it and holds its last batches, at `most` so many, for
         further micro-batches."""
-        ahead = self.yielded - self.micro_batches
-        may_be = self.is_finished and self.micro_batches > 0 and 0 < ahead <= min(most, MOST_HELD)
+        ahead = self._ahead
+        may_be = self.is_finished and self.reads_ahead and 0 < ahead <= min(most, MOST_HELD)
         return may_be and _are_held([*self.earlier, self.tensors][-ahead:])
+
+    @property
+    def _ahead(self) -> int:
+        """Batches that were yielded and not, or not yet, trained on; not one where each has several micro-batches."""
+        return self.yielded - self.micro_batches
 
     @property
     def is_one_held(self) -> bool:

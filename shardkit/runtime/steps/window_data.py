@@ -38,7 +38,7 @@ class WindowData:
             else next((loop for loop in ended if loop.was_read_ahead(most)), None)
         )
         if self._loop is not None:
-            self._loop.micro_batches += 1
+            self._loop.begin_micro_batch()
         return loader
 
     @property
