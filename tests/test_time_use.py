@@ -141,14 +141,52 @@ def test_the_line_at_the_end(attempts, expected):
 
 def test_a_launch_tells_of_its_own_attempts_only(tmp_path, monkeypatch):
     own = replace(attempt(steps=90.0), launcher=time_use._launcher())
-    time_use.record(tmp_path, 0, replace(own, launcher=("host", 0)))
-    time_use.record(tmp_path, 3, own)
+    time_use.record(tmp_path, 0, replace(own, launcher=("host", 0)), print)
+    time_use.record(tmp_path, 3, own, print)
     with (tmp_path / "time.jsonl").open("a") as file:
+        file.write('{"launcher": ["vm", 2], "more": 3}\n')  # of another version
         file.write('{"launcher": ["vm", ')  # of a launcher that was killed
     said: list[str] = []
     with time_use.told(tmp_path, said.append):
         pass
     assert said == ["time: steps 100%"]
+
+
+def test_a_launch_whose_log_folder_is_gone_ends_as_its_ranks_do(tmp_path):
+    (tmp_path / "train.py").write_text("import shutil, sys; shutil.rmtree('out'); sys.exit(int(sys.argv[1]))")
+    done = launch(tmp_path, "-n", "1", "--logs", "out/logs", "train.py", "0")
+    assert done.returncode == 0, done.stderr
+    assert "warning: out/logs/time.jsonl cannot be written (No such file or directory)" in done.stderr
+    failed = launch(tmp_path, "-n", "1", "--logs", "out/logs", "train.py", "7")
+    assert failed.returncode == 7 and "rank 0 failed first" in failed.stderr
+
+
+BY_HAND = """
+import time
+import torch
+from shardkit import Accelerator
+
+accelerator = Accelerator()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(torch.ones(8, 4)))
+for number, batch in enumerate(loader):
+    loss = model(batch).sum()
+    time.sleep(0.1)
+    loss.backward()
+    if number % 4 == 3:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_micro_batches_with_backwards_by_hand_are_no_evaluation(tmp_path):
+    (tmp_path / "train.py").write_text(BY_HAND)
+    done = launch(tmp_path, "-n", "1", "--logs", "logs", "train.py")
+    assert done.returncode == 0, done.stderr
+    spent_s = json.loads((tmp_path / "logs" / "time.jsonl").read_text())["spent_s"]
+    assert spent_s["evaluation"] == 0
+    assert min(spent_s["first step"], spent_s["steps"]) >= 0.4
 
 
 def test_a_launch_with_a_restart(tmp_path):

@@ -2,6 +2,7 @@
 
 progress.post("backward", step)      cheap (microseconds), from the main thread; does nothing when not launched
 progress.begin_loop()                a loop over a loader begins
+progress.note_backward(step)         a backward has ended, which the script may have called itself
 with progress.paused("pause", step)  inside, the launcher's hang detection is off
 progress.leave("done", step)         hang detection is off from here on
 progress.committed(step)             a checkpoint is committed; restarts continue while this grows
@@ -35,6 +36,14 @@ def begin_loop() -> None:
     writer = _writer()
     if writer is not None and writer.phase != "starting":
         post("data")
+
+
+def note_backward(step: int) -> None:
+    """A backward has ended. One of the script itself (`loss.backward()`) has not been posted, and without it the
+    forwards of a micro-batch would count as an evaluation."""
+    writer = _writer()
+    if writer is not None and writer.phase == "forward":
+        post("backward", step)
 
 
 @contextmanager

@@ -184,7 +184,7 @@ def attempted(
         finally:
             output.close()
             ranks = rank_files.read_progress(folder).values()
-            time_use.record(log_dir, spec.machine_rank, time_use.attempt(ranks, began_s, restart, is_failed))
+            time_use.record(log_dir, spec.machine_rank, time_use.attempt(ranks, began_s, restart, is_failed), say)
         if attempt.has_failed:
             return attempt, error_of(attempt, spec, output)
         is_configured = any(rank.is_configured for rank in rank_files.read_progress(folder).values())

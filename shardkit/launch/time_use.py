@@ -16,7 +16,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from shardkit.launch import phase_clock
-from shardkit.launch.folders import writable
 from shardkit.launch.rank_files import RankProgress, private
 from shardkit.wording import counted
 
@@ -67,18 +66,22 @@ def attempt(ranks: Collection[RankProgress], began_s: float, restart: int, is_fa
     )
 
 
-def record(log_dir: Path, machine: int, found: Attempt) -> None:
-    """Append it to the machine's file. Raises MachineError."""
+def record(log_dir: Path, machine: int, found: Attempt, say: Callable[[str], None]) -> None:
+    """Append it to the machine's file. Where that fails, says so: the script may have removed the folder, or filled the
+    disk, and the result of its ranks matters more."""
     path = log_dir / (f"time-{machine}.jsonl" if machine else "time.jsonl")
-    with writable(log_dir), open(path, "a", encoding="utf-8", opener=private) as file:
-        file.write(json.dumps(asdict(found)) + "\n")
+    try:
+        with open(path, "a", encoding="utf-8", opener=private) as file:
+            file.write(json.dumps(asdict(found)) + "\n")
+    except OSError as error:
+        say(f"warning: {path} cannot be written ({error.strerror}); it lacks the time of this run.")
 
 
 @contextmanager
 def told(log_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Says the summary of this launch's attempts where all went well inside."""
     yield
-    if text := summary([one for one in _recorded(log_dir) if one.launcher == _launcher()]):
+    if text := summary([*_recorded(log_dir)]):
         say(text)
 
 
@@ -104,11 +107,13 @@ def _launcher() -> tuple[str, int]:
 
 
 def _recorded(log_dir: Path) -> Iterator[Attempt]:
-    """Those in the folder; a line that a crash has left unfinished is none."""
+    """Those of this launcher in the folder. A line that a crash has left unfinished is none, and one of another launch
+    may be of another version."""
     for path in log_dir.glob("time*.jsonl"):
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 fields = json.loads(line)
             except ValueError:
                 continue
-            yield Attempt(**{**fields, "launcher": tuple(fields["launcher"])})
+            if tuple(fields["launcher"]) == _launcher():
+                yield Attempt(**{**fields, "launcher": _launcher()})

@@ -188,6 +188,7 @@ class Accumulation:
         if self.deferred_gradients.is_finishing:
             return
         self.turns.note_backward(model)
+        progress.note_backward(self.counters.step)
         is_early = self.is_inside and not self._window.is_full
         parts = (part for one in self._window.deferred for part in one.modules())  # accumulate() may get a wrapper
         is_deferred = is_early and any(model is part for part in parts)
