@@ -1,6 +1,7 @@
 """`shardkit checkpoint convert` of DeepSpeed's checkpoints, which DeepSpeed itself has made (tests/data/zero)."""
 
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,7 @@ FSDP = {"distributed_type": "FSDP", "use_cpu": True}
 ALONE = {"distributed_type": "NO", "use_cpu": True}
 KINDS = {"zero0": (False, False), "zero1": (True, True), "zero2": (False, False), "zero3": (False, True)}
 """Whether the model is tied, and has a frozen parameter."""
+ONE_OF_3 = "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"
 ONE = "zero1/global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
@@ -133,32 +135,98 @@ def elastic(folder: Path) -> None:
     changed(folder / ONE.partition("/")[2], change)
 
 
+def of_another_step(folder: Path) -> None:
+    def change(content):
+        for row in content["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
+            row["step"] += 1
+        del content["optimizer_state_dict"]["zero_stage"], content["optimizer_state_dict"]["loss_scaler"]
+
+    changed(folder / ONE_OF_3, change)
+
+
+def with_an_older_rank(folder: Path) -> None:
+    path = folder / ONE.partition("/")[2]
+    shutil.copy(path, path.with_name(path.name.replace("rank_1", "rank_2", 1)))
+
+
+def in_16_bits(folder: Path) -> None:
+    """As FP16_Optimizer and its kin save."""
+    path = folder / "global_step3" / "mp_rank_00_model_states.pt"
+    changed(path, lambda content: content.update(optimizer={"fp32_groups": [], "optimizer_state_dict": {}}))
+
+
 def renamed(old: str, new: str):
     return lambda folder: (folder / old).rename(folder / new)
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "text"),
+    ("kind", "change", "error", "text"),
     [
-        (without("global_step3/mp_rank_00_model_states.pt"), CheckpointError, "is not a checkpoint of Accelerate"),
-        (without(ONE.partition("/")[2]), CheckpointError, "files of ranks are missing (got 1 of 2)"),
-        (
-            without(ONE.partition("/")[2].replace("rank_1", "rank_0", 1)),
-            CheckpointError,
-            "files of ranks are missing (got bf16_zero_pp_rank_1",
-        ),
-        (renamed(ONE.partition("/")[2], "global_step3/zero_pp_rank_1_mp_rank_01_optim_states.pt"), CheckpointError,
-         "is tensor parallel"),
-        (cut_short, CheckpointCorrupted, "is not whole in the files"),
-        (elastic, CheckpointError, "--weights-only"),
+        ("zero1", without("global_step3/mp_rank_00_model_states.pt"), CheckpointError,
+         "is not a checkpoint of Accelerate"),
+        ("zero1", without(ONE.partition("/")[2]), CheckpointError, "files of ranks are missing (got 1 of 2)"),
+        ("zero1", without(ONE.partition("/")[2].replace("rank_1", "rank_0", 1)), CheckpointError,
+         "files of ranks are missing (got bf16_zero_pp_rank_1"),
+        ("zero1", renamed(ONE.partition("/")[2], "global_step3/zero_pp_rank_1_mp_rank_01_optim_states.pt"),
+         CheckpointError, "is tensor parallel"),
+        ("zero1", cut_short, CheckpointCorrupted, "is not whole in the files"),
+        ("zero1", elastic, CheckpointError, "--weights-only"),
+        ("zero1", with_an_older_rank, CheckpointError, "of another run (got 3 of 2); remove those from rank 2 on"),
+        ("zero3", without(ONE_OF_3.replace("optim", "model")), CheckpointError, "got 1 of model states, 2 of"),
+        ("zero3", of_another_step, CheckpointCorrupted, "its files are of several runs (got steps 3, 4)"),
+        ("zero3", without("latest"), CheckpointError, "give the folder of one, such as SAVED/global_step3."),
+        ("zero0", in_16_bits, CheckpointError, "stage 0 in 16 bits numbers its weights in fp32"),
     ],
 )  # fmt: skip
-def test_what_is_refused(change, error, text, tmp_path):
-    shutil.copytree(SAVED / "zero1", tmp_path / "saved")
-    change(tmp_path / "saved")
-    with pytest.raises(error, match=text.replace("(", r"\(").replace(")", r"\)")):
-        convert.convert(tmp_path / "saved", tmp_path / "out")
+def test_what_is_refused(kind, change, error, text, tmp_path):
+    source = tmp_path / "saved"
+    shutil.copytree(SAVED / kind, source)
+    change(source)
+    with pytest.raises(error, match=re.escape(text.replace("SAVED", str(source)))):
+        convert.convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_in_16_bits_have_a_note(tmp_path):
+    shutil.copytree(SAVED / "zero0", tmp_path / "saved")
+    in_16_bits(tmp_path / "saved")
+    assert "its weights in fp32 are numbered" in zero.read(tmp_path / "saved", weights_only=True).notes[-2]
+
+
+@pytest.mark.parametrize("tag", ["epoch=1-step=3", "run 5/last"])
+def test_a_tag_may_have_any_name(tag, tmp_path):
+    source = tmp_path / "saved"
+    (source / tag).parent.mkdir(parents=True)
+    shutil.copytree(SAVED / "zero3" / "global_step3", source / tag)
+    (source / "latest").write_text(tag)
+    assert zero.read(source, weights_only=True).step == 3
+
+
+def test_a_tag_elsewhere_is_not_followed(tmp_path):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "latest").write_text(str(SAVED / "zero3" / "global_step3"))
+    assert not zero.is_zero(tmp_path / "saved")
+
+
+def test_files_beside_it_have_a_note(tmp_path):
+    """As in a checkpoint folder of the Trainer."""
+    source = tmp_path / "saved"
+    shutil.copytree(SAVED / "zero3", source)
+    for name in ("scheduler.pt", "trainer_state.json", "zero_to_fp32.py", "config.json", "model.safetensors"):
+        (source / name).touch()
+    made = convert.convert(source, tmp_path / "out")
+    assert "not converted: expected.pt, scheduler.pt, trainer_state.json" in made.notes
+
+
+def test_an_empty_buffer_is_kept(tmp_path):
+    shutil.copytree(SAVED / "zero3", tmp_path / "saved")
+
+    def change(content):
+        content["buffer_names"].append("none")
+        content["module"]["none"] = torch.empty(0)
+
+    changed(tmp_path / "saved" / ONE_OF_3.replace("1_mp_rank_00_optim", "0_mp_rank_00_model"), change)
+    assert "none" in zero.read(tmp_path / "saved", weights_only=True).model
 
 
 def test_no_code_of_the_files_runs(tmp_path, capsys):

@@ -10,7 +10,7 @@ weights-only unpickler, or refused. The notes list what the source does not cont
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -155,7 +155,7 @@ def _find(source: Path, weights_only: bool) -> _Found:
         raise CheckpointError(
             f"convert: {source}: is not a checkpoint of Accelerate, torch.distributed.checkpoint or DeepSpeed (no "
             "pytorch_model_fsdp_0, pytorch_model_fsdp.bin, model.safetensors, .metadata, mp_rank_00_model_states.pt); "
-            "give the folder of one."
+            f"give the folder of one{_below(source)}."
         )
     found.notes.append(_NO_RANDOM)
     return found
@@ -186,9 +186,15 @@ def _of_deepspeed(source: Path, weights_only: bool) -> _Found:
         models=[_only_tensors(state.model, source)],
         optimizers=[foreign_optimizers.in_parts(state.optimizer, source)] if state.optimizer else [],
         objects=beside | ({"scheduler.0": state.scheduler} if state.scheduler else {}),
-        notes=[_NO_POSITION, *state.notes],
+        notes=[_NO_POSITION, *state.notes, *([] if weights_only else _left_out(source, 1, 0, zero.files(source)))],
         step=state.step,
     )
+
+
+def _below(source: Path) -> str:
+    """The folders in this one that DeepSpeed saved, as a run's folder without a valid `latest` has them."""
+    names = sorted(path.name for path in source.iterdir() if path.is_dir() and zero.is_zero(path))
+    return f", such as {source / names[-1]}" if names else ""
 
 
 def _refuse_several(model: Any, source: Path) -> None:
@@ -273,10 +279,10 @@ def _objects(source: Path) -> dict[str, Any]:
     return found
 
 
-def _left_out(source: Path, models: int, optimizers: int) -> list[str]:
+def _left_out(source: Path, models: int, optimizers: int, known: Collection[str] = ()) -> list[str]:
     """A note on what is in the folder and is not read, such as the files of a save hook, or the Trainer's scheduler."""
     names = [path.name for path in source.iterdir() if path.name[0] != "."]
-    left = sorted(name for name in names if not _is_read(name, models, optimizers))
+    left = sorted(name for name in names if not _is_read(name, models, optimizers) and name not in known)
     return [f"not converted: {first_few(left, 8)}"] if left else []
 
 

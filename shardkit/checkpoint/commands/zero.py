@@ -63,6 +63,13 @@ def is_zero(folder: Path) -> bool:
     return bool(_numbered(_tagged(folder), _MODEL))
 
 
+def files(folder: Path) -> set[str]:
+    """The names of what DeepSpeed wrote into the folder, and `read` reads, or needs not."""
+    of_ranks = {path.name for pattern in (_MODEL, _OPTIMIZER) for _, _, path in _numbered(folder, pattern)}
+    tag = _tagged(folder).relative_to(folder).parts[:1]
+    return {"latest", "zero_to_fp32.py", "zero_to_torch.py", *tag, *of_ranks}
+
+
 def read(folder: Path, weights_only: bool) -> ZeroState:
     """The state, with a LazyTensor for each part. CheckpointError where it is of another kind, or incomplete."""
     folder = _tagged(folder)
@@ -71,15 +78,28 @@ def read(folder: Path, weights_only: bool) -> ZeroState:
     first = models[0]
     if not isinstance(first.get("module"), dict):
         raise CheckpointError(f"{where}: has no weights of a whole model (pipeline parallel?); {_BY_DEEPSPEED}")
-    model, optimizer, notes = dict(first["module"]), first.get("optimizer"), []
-    if files := _in_order(folder, _numbered(folder, _OPTIMIZER), where):
-        parts = _Parts(first["param_shapes"], [_part_of(path) for path in files], where)
+    model, optimizer, notes = dict(first["module"]), first.get("optimizer"), list[str]()
+    if paths := _in_order(folder, _numbered(folder, _OPTIMIZER), where):
+        parts = _Parts(first["param_shapes"], [_part_of(path) for path in paths], where)
+        if parts.is_stage_3 and len(models) != len(paths):
+            counts = f"got {len(models)} of model states, {len(paths)} of optimizer states"
+            raise CheckpointError(f"{where}: files of ranks are missing ({counts}); copy all from their source.")
+        _refuse_other_steps([model.get("global_steps") for model in models], where)
         model |= _weights(models, parts)
         model |= {name: model[of] for name, of in first.get("shared_params", {}).items() if of in model}
         optimizer = None if weights_only else parts.optimizer()
-        if absent := [name for name, value in model.items() if parts.is_stage_3 and tuple(value.shape) == (0,)]:
+        kept = {*(first.get("buffer_names") or ()), *parts.names(), *(first.get("frozen_param_shapes") or {})}
+        absent = [name for name, value in model.items() if name not in kept and tuple(value.shape) == (0,)]
+        if parts.is_stage_3 and absent:
             notes.append(f"not in it, as tied to another, or neither trained nor frozen: {first_few(absent, 4)}")
             model = {name: value for name, value in model.items() if name not in absent}
+    elif isinstance(optimizer, dict) and "optimizer_state_dict" in optimizer:
+        if not weights_only:
+            raise CheckpointError(
+                f"{where}: stage 0 in 16 bits numbers its weights in fp32, and they are not converted; convert the "
+                "16-bit weights with --weights-only, or save again with stage 1."
+            )
+        notes.append("its weights in fp32 are numbered, and not converted: these are the model's, in 16 bits")
     scheduler = first.get("lr_scheduler")
     if isinstance(scheduler, dict) and "last_epoch" not in scheduler:
         notes.append("its scheduler is DeepSpeed's own, and not converted: make torch's at this step")
@@ -95,12 +115,13 @@ _BY_DEEPSPEED = "write the weights with DeepSpeed's zero_to_fp32.py, and load th
 
 
 def _tagged(folder: Path) -> Path:
-    """The folder that `latest` names; without one the folder itself."""
+    """The folder that `latest` names, if it is in this one; else the folder itself."""
     try:
         tag = (folder / "latest").read_text(encoding="utf-8").strip()
+        is_inside = (folder / tag).is_dir() and (folder / tag).resolve().is_relative_to(folder.resolve())
     except (OSError, ValueError):
         return folder
-    return folder / tag if re.fullmatch(r"[\w.\-]+", tag) else folder
+    return folder / tag if is_inside else folder
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, int, Path]]:
@@ -139,18 +160,31 @@ def _part_of(path: Path) -> dict[str, Any]:
     return found
 
 
+def _refuse_other_steps(steps: list[Any], where: str) -> None:
+    found = sorted({float(step) for step in steps if step is not None})
+    if len(found) > 1:
+        text = f"got steps {', '.join(f'{step:g}' for step in found)}"
+        raise CheckpointCorrupted(f"{where}: its files are of several runs ({text}); copy all from their source.")
+
+
 class _Parts:
     """The parts of all ranks, and where each trained parameter is in them."""
 
     def __init__(self, shapes: Sequence[Mapping[str, Sequence[int]]], ranks: list[dict[str, Any]], where: str) -> None:
-        """`shapes`: of the parameters of each param group."""
+        """`shapes`: of the parameters of each param group, of which stage 3 may make several (its sub_group_size)."""
         self._shapes, self._ranks, self._where = shapes, ranks, where
         self.is_stage_3 = "fp32_flat_groups" in ranks[0]
         self._paddings: list[list[int]] | None = ranks[0].get("param_alignment_paddings")
         """Elements after each parameter of a group, in versions that align them (stages 1 and 2)."""
         counts = ranks[0].get("partition_count")
         if (found := max(counts) if isinstance(counts, list) else counts) != len(ranks):
-            raise CheckpointError(f"{where}: files of ranks are missing (got {len(ranks)} of {found}); copy all.")
+            wrong, advice = "are missing", "copy all from their source"
+            if isinstance(found, int) and found < len(ranks):
+                wrong, advice = "are of another run", f"remove those from rank {found} on, if they are the older ones"
+            raise CheckpointError(f"{where}: files of ranks {wrong} (got {len(ranks)} of {found}); {advice}.")
+
+    def names(self) -> list[str]:
+        return [name for shapes in self._shapes for name in shapes]
 
     def weights(self) -> dict[str, LazyTensor]:
         name = "fp32_flat_groups" if self.is_stage_3 else "single_partition_of_fp32_groups"
@@ -165,22 +199,27 @@ class _Parts:
                 f"{self._where}: its optimizer's state has another form (an elastic checkpoint?); convert only the "
                 "model with --weights-only."
             )
-        rows = [[state["state"].get(number, {}) for number in range(len(state["state"]))] for state in states]
-        settings, first = states[0]["param_groups"], rows[0][0] if rows[0] else {}
-        if len(settings) != len(self._shapes):
+        settings, numbers = states[0]["param_groups"], range(len(self._shapes))
+        if [number for group in settings for number in group["params"]] != [*numbers]:
             raise CheckpointError(
-                f"{self._where}: {len(settings)} param groups in the optimizer, {len(self._shapes)} in the model; "
-                "convert only the model with --weights-only."
+                f"{self._where}: its optimizer has other param groups than its model (got "
+                f"{[group['params'] for group in settings]}, {len(numbers)} in the model); convert only the model with "
+                "--weights-only."
             )
-        state: dict[str, dict[str, Any]] = {name: {} for shapes in self._shapes for name in shapes}
-        for key, value in first.items():
+        rows = [[state["state"].get(number, {}) for number in numbers] for state in states]
+        state: dict[str, dict[str, Any]] = {name: {} for name in self.names()}
+        _refuse_other_steps([rank[0].get("step") for rank in rows], self._where)
+        for key, value in rows[0][0].items():
             if isinstance(value, torch.Tensor) and value.dim() == 1:
                 found: Mapping[str, Any] = self._tensors([[row[key] for row in rank] for rank in rows])
             else:
                 found = dict.fromkeys(state, value)
             for name in state:
                 state[name][key] = found[name]
-        groups = [{**group, "params": list(shapes)} for group, shapes in zip(settings, self._shapes, strict=True)]
+        groups = [
+            {**group, "params": [name for number in group["params"] for name in self._shapes[number]]}
+            for group in settings
+        ]
         return {"state": {name: row for name, row in state.items() if row}, "param_groups": groups}
 
     def _tensors(self, vectors: list[list[torch.Tensor]]) -> dict[str, LazyTensor]:

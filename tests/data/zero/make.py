@@ -26,7 +26,7 @@ def make(name: str) -> None:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10) if stage == 2 else None
     config = {
         "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "sub_group_size": 40},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": precision == "bf16"},
     }
