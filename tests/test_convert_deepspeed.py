@@ -149,6 +149,11 @@ def with_an_older_rank(folder: Path) -> None:
     shutil.copy(path, path.with_name(path.name.replace("rank_1", "rank_2", 1)))
 
 
+def without_optimizer_states(folder: Path) -> None:
+    for path in folder.glob("*/*_optim_states.pt"):
+        path.unlink()
+
+
 def in_16_bits(folder: Path) -> None:
     """As FP16_Optimizer and its kin save."""
     path = folder / "global_step3" / "mp_rank_00_model_states.pt"
@@ -173,6 +178,8 @@ def renamed(old: str, new: str):
         ("zero1", elastic, CheckpointError, "--weights-only"),
         ("zero1", with_an_older_rank, CheckpointError, "of another run (got 3 of 2); remove those from rank 2 on"),
         ("zero3", without(ONE_OF_3.replace("optim", "model")), CheckpointError, "got 1 of model states, 2 of"),
+        ("zero2", without_optimizer_states, CheckpointError, "without files of optimizer states"),
+        ("zero3", without_optimizer_states, CheckpointError, "without files of optimizer states"),
         ("zero3", of_another_step, CheckpointCorrupted, "its files are of several runs (got steps 3, 4)"),
         ("zero3", without("latest"), CheckpointError, "give the folder of one, such as SAVED/global_step3."),
         ("zero0", in_16_bits, CheckpointError, "stage 0 in 16 bits numbers its weights in fp32"),

@@ -93,6 +93,9 @@ def read(folder: Path, weights_only: bool) -> ZeroState:
         if parts.is_stage_3 and absent:
             notes.append(f"not in it, as tied to another, or neither trained nor frozen: {first_few(absent, 4)}")
             model = {name: value for name, value in model.items() if name not in absent}
+    elif first.get("param_shapes"):
+        text = "without files of optimizer states (..optim_states.pt), which have its weights in fp32"
+        raise CheckpointError(f"{where}: {text}; copy all files from their source.")
     elif isinstance(optimizer, dict) and "optimizer_state_dict" in optimizer:
         if not weights_only:
             raise CheckpointError(
