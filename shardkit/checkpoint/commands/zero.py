@@ -48,7 +48,7 @@ class ZeroState:
     step: int
     model: dict[str, Any]
     optimizer: dict[str, Any] | None
-    scheduler: dict[str, Any] | None
+    scheduler: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -78,40 +78,58 @@ def read(folder: Path, weights_only: bool) -> ZeroState:
     first = models[0]
     if not isinstance(first.get("module"), dict):
         raise CheckpointError(f"{where}: has no weights of a whole model (pipeline parallel?); {_BY_DEEPSPEED}")
-    model, optimizer, notes = dict(first["module"]), first.get("optimizer"), list[str]()
-    if paths := _in_order(folder, _numbered(folder, _OPTIMIZER), where):
-        parts = _Parts(first["param_shapes"], [_part_of(path) for path in paths], where)
-        if parts.is_stage_3 and len(models) != len(paths):
-            counts = f"got {len(models)} of model states, {len(paths)} of optimizer states"
-            raise CheckpointError(f"{where}: files of ranks are missing ({counts}); copy all from their source.")
-        _refuse_other_steps([model.get("global_steps") for model in models], where)
-        model |= _weights(models, parts)
-        model |= {name: model[of] for name, of in first.get("shared_params", {}).items() if of in model}
-        optimizer = None if weights_only else parts.optimizer()
-        kept = {*(first.get("buffer_names") or ()), *parts.names(), *(first.get("frozen_param_shapes") or {})}
-        absent = [name for name, value in model.items() if name not in kept and tuple(value.shape) == (0,)]
-        if parts.is_stage_3 and absent:
-            notes.append(f"not in it, as tied to another, or neither trained nor frozen: {first_few(absent, 4)}")
-            model = {name: value for name, value in model.items() if name not in absent}
-    elif first.get("param_shapes"):
+    paths = _in_order(folder, _numbered(folder, _OPTIMIZER), where)
+    state = _joined(models, paths, where, weights_only) if paths else _whole(first, where, weights_only)
+    scheduler = first.get("lr_scheduler")
+    if isinstance(scheduler, dict) and "last_epoch" not in scheduler:
+        state.notes.append("its scheduler is DeepSpeed's own, and not converted: make torch's at this step")
+    elif not weights_only:
+        state.scheduler = scheduler
+    if left := sorted(str(name) for name in first.keys() - _OF_DEEPSPEED):
+        state.notes.append(f"not converted, of the script's client_state: {first_few(left, 8)}")
+    return state
+
+
+def _joined(models: list[dict[str, Any]], paths: list[Path], where: str, weights_only: bool) -> ZeroState:
+    """Stages 1 to 3, from the model states and the files of the optimizer's."""
+    first = models[0]
+    parts = _Parts(first["param_shapes"], [_part_of(path) for path in paths], where)
+    if parts.is_stage_3 and len(models) != len(paths):
+        counts = f"got {len(models)} of model states, {len(paths)} of optimizer states"
+        raise CheckpointError(f"{where}: files of ranks are missing ({counts}); copy all from their source.")
+    _refuse_other_steps([model.get("global_steps") for model in models], where)
+    frozen = first.get("frozen_param_shapes") or {}
+    fragments = {name: [model["frozen_param_fragments"][name].flatten() for model in models] for name in frozen}
+    model = first["module"] | parts.weights() | {name: _tensor(fragments[name], frozen[name]) for name in frozen}
+    model |= {name: model[of] for name, of in first.get("shared_params", {}).items() if of in model}
+    state = ZeroState(_step(first), model, None if weights_only else parts.optimizer())
+    kept = {*(first.get("buffer_names") or ()), *parts.names(), *frozen}
+    absent = [name for name, value in model.items() if name not in kept and tuple(value.shape) == (0,)]
+    if parts.is_stage_3 and absent:
+        state.notes.append(f"not in it, as tied to another, or neither trained nor frozen: {first_few(absent, 4)}")
+        state.model = {name: value for name, value in model.items() if name not in absent}
+    return state
+
+
+def _whole(first: dict[str, Any], where: str, weights_only: bool) -> ZeroState:
+    """Stage 0, from the only file."""
+    optimizer = first.get("optimizer")
+    if first.get("param_shapes"):
         text = "without files of optimizer states (..optim_states.pt), which have its weights in fp32"
         raise CheckpointError(f"{where}: {text}; copy all files from their source.")
-    elif isinstance(optimizer, dict) and "optimizer_state_dict" in optimizer:
+    state = ZeroState(_step(first), dict(first["module"]), None if weights_only else optimizer)
+    if isinstance(optimizer, dict) and "optimizer_state_dict" in optimizer:
         if not weights_only:
             raise CheckpointError(
                 f"{where}: stage 0 in 16 bits numbers its weights in fp32, and they are not converted; convert the "
                 "16-bit weights with --weights-only, or save again with stage 1."
             )
-        notes.append("its weights in fp32 are numbered, and not converted: these are the model's, in 16 bits")
-    scheduler = first.get("lr_scheduler")
-    if isinstance(scheduler, dict) and "last_epoch" not in scheduler:
-        notes.append("its scheduler is DeepSpeed's own, and not converted: make torch's at this step")
-        scheduler = None
-    if left := sorted(str(name) for name in first.keys() - _OF_DEEPSPEED):
-        notes.append(f"not converted, of the script's client_state: {first_few(left, 8)}")
-    if weights_only:
-        optimizer = scheduler = None
-    return ZeroState(int(first.get("global_steps", 0)), model, optimizer, scheduler, notes)
+        state.notes.append("its weights in fp32 are numbered, and not converted: these are the model's, in 16 bits")
+    return state
+
+
+def _step(first: dict[str, Any]) -> int:
+    return int(first.get("global_steps", 0))
 
 
 _BY_DEEPSPEED = "write the weights with DeepSpeed's zero_to_fp32.py, and load those before prepare()."
@@ -243,14 +261,6 @@ class _Parts:
                     offset += count + (self._paddings[number][place] if self._paddings else 0)
                 found[name] = _tensor(cuts, shape)
         return found
-
-
-def _weights(models: Sequence[Mapping[str, Any]], parts: _Parts) -> dict[str, Any]:
-    """Trained and frozen parameters."""
-    found: dict[str, Any] = dict(parts.weights())
-    for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
-        found[name] = _tensor([model["frozen_param_fragments"][name].flatten() for model in models], shape)
-    return found
 
 
 def _cut(pieces: Sequence[torch.Tensor], start: int, count: int, where: str) -> list[torch.Tensor]:
