@@ -178,7 +178,7 @@ def row(request: PlanRequest, strategy: ShardingStrategy | None = None) -> Row:
 def fits(device: Device, memory: RankMemory) -> bool | None:
     """Whether a rank fits, on its device and in its part of the host memory; None if unknown. If activations are
     missing, the result is False or None, never True."""
-    found = device.fits(memory.peak.total) if device.host_has_room(memory.host.total) else False
+    found = device.fits(memory.peak.total, memory.host.total)
     return None if found and not memory.activations_known else found
 
 

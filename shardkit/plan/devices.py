@@ -69,8 +69,10 @@ class Device:
     joined: int = 0
     host_bytes: int | None = None
 
-    def fits(self, peak_bytes: int) -> bool | None:
-        """Whether a rank with that peak and the reserve fits; None if the memory is unknown."""
+    def fits(self, peak_bytes: int, offloaded_bytes: int = 0) -> bool | None:
+        """Whether a rank with that peak and the reserve fits, and what it offloads; None if the memory is unknown."""
+        if not self.host_has_room(offloaded_bytes):
+            return False
         return None if self.memory_bytes is None else peak_bytes + self.reserve_bytes <= self.memory_bytes
 
     def host_has_room(self, offloaded_bytes: int) -> bool:

@@ -29,7 +29,7 @@ class Candidate:
 
     def fits(self, device: Device) -> bool | None:
         """Whether it fits, as far as activations are counted; None if the device's memory is unknown."""
-        return device.fits(self.peak_bytes) if device.host_has_room(self.memory.host.total) else False
+        return device.fits(self.peak_bytes, self.memory.host.total)
 
     def fits_with_spare(self, device: Device) -> bool:
         return self.fits(device) is not False and device.fits_with_spare(self.peak_bytes) is True
