@@ -187,7 +187,7 @@ def attempted(
             time_use.record(log_dir, spec.machine_rank, time_use.attempt(ranks, began_s, restart, is_failed), say)
         if attempt.has_failed:
             return attempt, error_of(attempt, spec, output)
-        is_configured = any(rank.is_configured for rank in rank_files.read_progress(folder).values())
+        is_configured = any(rank.is_configured for rank in ranks)
         if spec.machine_rank == 0 and not is_configured and (text := settings_without_effect(spec)):
             say(f"warning: {text}")
         return attempt, None
