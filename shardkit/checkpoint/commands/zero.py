@@ -11,7 +11,7 @@ makes plain objects of DeepSpeed's own classes.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -245,22 +245,27 @@ class _Parts:
 
     def _tensors(self, vectors: list[list[torch.Tensor]]) -> dict[str, LazyTensor]:
         """{name: tensor} of all trained parameters. `vectors`: of each rank, by group or sub-group."""
-        found: dict[str, LazyTensor] = {}
-        offset = 0
+        cuts = self._cuts_by_parameter(vectors) if self.is_stage_3 else self._cuts_by_group(vectors)
+        shapes = {name: shape for of_group in self._shapes for name, shape in of_group.items()}
+        return {name: _tensor(found, shapes[name]) for name, found in cuts}
+
+    def _cuts_by_group(self, vectors: list[list[torch.Tensor]]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Stages 1 and 2: a group is one vector, divided among the ranks."""
         for number, shapes in enumerate(self._shapes):
-            pieces = [] if self.is_stage_3 else [rank[number] for rank in vectors]
-            offset = offset if self.is_stage_3 else 0
-            for place, (name, shape) in enumerate(shapes.items()):
-                where, count = f"{self._where}: {name}", prod(shape)
-                if self.is_stage_3:
-                    each = -(-count // len(vectors))
-                    cuts = [cut for rank in vectors for cut in _cut(rank, offset, each, where)]
-                    offset += each
-                else:
-                    cuts = _cut(pieces, offset, count, where)
-                    offset += count + (self._paddings[number][place] if self._paddings else 0)
-                found[name] = _tensor(cuts, shape)
-        return found
+            paddings = self._paddings[number] if self._paddings else [0] * len(shapes)
+            offset = 0
+            for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+                yield name, _cut([rank[number] for rank in vectors], offset, prod(shape), f"{self._where}: {name}")
+                offset += prod(shape) + padding
+
+    def _cuts_by_parameter(self, vectors: list[list[torch.Tensor]]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Stage 3: a rank's vectors, one after the other, have an equal part of each parameter."""
+        offset = 0
+        for shapes in self._shapes:
+            for name, shape in shapes.items():
+                each = -(-prod(shape) // len(vectors))
+                yield name, [cut for rank in vectors for cut in _cut(rank, offset, each, f"{self._where}: {name}")]
+                offset += each
 
 
 def _cut(pieces: Sequence[torch.Tensor], start: int, count: int, where: str) -> list[torch.Tensor]:
