@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from shardkit.config.document import shortened
 from shardkit.config.findings import Finding
 from shardkit.config.host_port import problem_of_host
-from shardkit.config.meaning import dtypes, eight_bits, given_sizes, runs_on_cpu
+from shardkit.config.meaning import counts_devices, dtypes, eight_bits, given_sizes, runs_on_cpu
 from shardkit.config.schema import BackwardPrefetch, Config, DistributedType, ShardingStrategy
 from shardkit.config.without_effect import without_effect
 from shardkit.errors import ConfigError
@@ -29,6 +29,7 @@ def problems(config: Config) -> list[Finding]:
         _elastic,
         _type_and_processes,
         _mesh,
+        _context,
         _offload,
         _activations,
         _eight_bits,
@@ -112,6 +113,18 @@ def _mesh(config: Config) -> Iterator[Finding]:
         given_sizes(config.shardkit.mesh, total, config.processes_per_machine)
     except ConfigError as error:
         yield Finding(keys, str(error).removeprefix("shardkit.mesh: "))
+
+
+def _context(config: Config) -> Iterator[Finding]:
+    size, total = config.shardkit.mesh.context_size, config.num_processes
+    if size == 1:
+        return
+    if config.mode == "xla":
+        keys = ("shardkit.mesh.context_size", "distributed_type")
+        yield Finding(keys, f"is not there for TPUs (got {size}); write 1, or leave it out.")
+    elif total % size and not counts_devices(config):
+        what = f"does not divide the number of ranks (got {size} of {total})"
+        yield Finding(("shardkit.mesh.context_size", "num_processes"), f"{what}; choose a divisor.")
 
 
 def _offload(config: Config) -> Iterator[Finding]:

@@ -325,13 +325,17 @@ class PrecisionConfig(Section):
 
 
 class MeshConfig(Section):
-    """Mesh sizes of the hybrid strategies; 0: computed from the machines."""
+    """What the ranks are divided into: replicas and shards of the hybrid strategies (0: computed from the machines),
+    and groups that share each sequence."""
 
     replicate_size: Count = Field(0, ge=0)
     """Number of model replicas; by default one per machine."""
 
     shard_size: Count = Field(0, ge=0)
     """Number of ranks that shard one replica; by default the ranks of one machine."""
+
+    context_size: Count = Field(1, ge=1)
+    """Number of ranks that share each sequence, for long ones (context parallelism); 1: each rank has whole ones."""
 
 
 class CheckpointConfig(Section):
@@ -491,7 +495,7 @@ class ShardkitConfig(Section):
     """Dtypes beyond mixed_precision."""
 
     mesh: MeshConfig = MeshConfig()
-    """Mesh sizes of the hybrid strategies."""
+    """How the ranks are divided: mesh sizes of the hybrid strategies, and ranks that share each sequence."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""

@@ -9,7 +9,7 @@ import torch
 
 from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.data.loop import Loop, alive
-from shardkit.distributed.collectives import Real, world_size
+from shardkit.distributed.collectives import Real
 from shardkit.distributed.nested import leaves
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
@@ -93,7 +93,7 @@ def _real(loader: PreparedLoader, loop: Loop, size: int | None, is_list: bool) -
         return Real(remainder * (1 if size is None else size), remainder)
     if batches is not None:
         return Real(remainder if size is None or is_list else batches * size, batches)
-    each = -(-remainder // world_size())
+    each = -(-remainder // loader.batches_source.layout.world_size)
     ranks = -(-remainder // each)
     return Real(remainder, ranks, is_mixed=remainder < ranks * each)
 

@@ -264,7 +264,7 @@ class StreamSource:
         batches = with_last((batch, stream.state()) for batch in compared(batches_of(loader), stream))
         counted: Iterator[tuple[Any, bool, int]] = ((value, is_last, value[0].samples) for value, is_last in batches)
         if self._parts > 1:
-            counted = end_together(batches, lambda value: value[0].samples)
+            counted = end_together(batches, lambda value: value[0].samples, self._parts)
         for (batch, state), is_last, last_samples in counted:
             if batch.problem:
                 raise UsageError(batch.problem)

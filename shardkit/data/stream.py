@@ -322,9 +322,10 @@ def split_of(dataset: Any) -> tuple[int, int] | None:
 
 
 def end_together(
-    own: Iterator[tuple[Item, bool]], samples_of: Callable[[Item], int]
+    own: Iterator[tuple[Item, bool]], samples_of: Callable[[Item], int], parts: int
 ) -> Iterator[tuple[Item, bool, int]]:
-    """Every value of this rank, whether the epoch ends with it, and the sum of all ranks' samples.
+    """Every value of this rank, whether the epoch ends with it, and the sum of all parts' samples. Ranks that share
+    each sequence read the same part.
 
     `own` says whether a value is this rank's last. The epoch ends on all ranks as soon as one rank is at its last
     value; else ranks would wait for one without a batch. Collective, one value ahead, so that no rank waits for the
@@ -347,7 +348,7 @@ def end_together(
         if not ended:
             found = next(own)
             answer = ask(found)
-        yield value, bool(ended), samples
+        yield value, bool(ended), samples * parts // everyone.world_size
     if ended < everyone.world_size and everyone.rank == 0:
         log.warning(
             "data: the ranks' parts of the stream have different lengths: %d of %d are at their end, and the epoch "

@@ -60,8 +60,11 @@ class Real(NamedTuple):
     """Whether the last of them has padding, too."""
 
 
-def gather_real(data: Any, real: Real | None, as_objects: bool = False, beside: Beside | None = None) -> Any:
-    """As `gather`, without the padding; None: no padding.
+def gather_real(
+    data: Any, real: Real | None, as_objects: bool = False, beside: Beside | None = None, copies: int = 1
+) -> Any:
+    """As `gather`, without the padding; None: no padding. Of each `copies` consecutive ranks, which have the same
+    samples, those of the first; UsageError on all ranks where their values differ.
 
     Tensors that are 0-dim on each rank, such as a loss, have one value per rank: those of ranks with padding alone are
     left out. Other objects are returned as one list, as by `gather_object`: a list with one object per sample, or one
@@ -70,30 +73,54 @@ def gather_real(data: Any, real: Real | None, as_objects: bool = False, beside: 
     samples, ranks = (real.samples, real.ranks) if real else (None, None)
     if as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves(data)):
         refuse_different([], "gather_for_metrics", beside)
-        return gather_object(data)[: samples if isinstance(data, list) else ranks]
+        return gather_object(data, copies)[: samples if isinstance(data, list) else ranks]
     refuse_different(data, "gather_for_metrics", beside)
 
     def real_part(tensor: torch.Tensor) -> torch.Tensor:
-        return gather_one(_at_least_1d(tensor))[: samples if tensor.dim() else ranks]
+        gathered = _once(gather_one(_at_least_1d(tensor)).unflatten(0, (world_size(), -1)), copies)
+        return gathered.flatten(0, 1)[: samples if tensor.dim() else ranks]
 
     return map_tensors(real_part, data)
 
 
-def gather_repeated(data: Any, local: int, real: int, beside: Beside | None = None) -> Any | None:
+def gather_repeated(data: Any, local: int, real: int, beside: Beside | None = None, copies: int = 1) -> Any | None:
     """As `gather`, with the first `local` values of each rank, and of these the first `real`, where each rank's 1-dim
     tensors hold one value repeated; else None. Collective; `local` may differ between ranks."""
     refuse_different(data, "gather_for_metrics", beside)
-    gathered = map_tensors(lambda tensor: gather_one(tensor).unflatten(0, (world_size(), -1)), data)
+    gathered = map_tensors(lambda tensor: _once(gather_one(tensor).unflatten(0, (world_size(), -1)), copies), data)
     if not all(bool((rows == rows[:, :1]).all()) for rows in leaves(gathered)):
         return None
-    counts = gather_one(torch.tensor([local], device=leaves(data)[0].device)).tolist()
+    counts = gather_one(torch.tensor([local], device=leaves(data)[0].device))[::copies].tolist()
     if not all(counts):
         return None
     return map_tensors(lambda rows: torch.cat([row[:n] for row, n in zip(rows, counts, strict=True)])[:real], gathered)
 
 
-def gather_object(data: Any) -> list[Any]:
-    """All ranks' objects as one list in rank order; if every rank gives a list, the lists are concatenated.
+def _once(by_rank: torch.Tensor, copies: int) -> torch.Tensor:
+    """(ranks, ...) -> (ranks / copies, ...): of each `copies` consecutive ranks the values of the first."""
+    if copies == 1:
+        return by_rank
+    of_groups = by_rank.unflatten(0, (-1, copies))
+    first, others = of_groups[:, :1], of_groups[:, 1:]
+    is_exact = not (first.is_floating_point() or first.is_complex())
+    if not (torch.equal(others, first.expand_as(others)) or (not is_exact and _are_close(others, first))):
+        raise UsageError(
+            f"gather_for_metrics: the {copies} ranks that share a sequence have different values (of slices, inside of "
+            "context_parallel?); evaluate outside of it, where each has whole sequences, or use accelerator.reduce for "
+            "a loss, and accelerator.gather for the values of all ranks."
+        )
+    return of_groups[:, 0]
+
+
+def _are_close(others: torch.Tensor, first: torch.Tensor) -> bool:
+    """Whether values differ by no more than what kernels add up in another order."""
+    tolerance = 1e-3 if first.dtype.itemsize >= 4 else 3e-2
+    return torch.allclose(others, first.expand_as(others), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def gather_object(data: Any, copies: int = 1) -> list[Any]:
+    """All ranks' objects as one list in rank order; if every rank gives a list, the lists are concatenated. Of each
+    `copies` consecutive ranks, those of the first.
 
     Collective. Objects are pickled between the ranks of this run, never to or from a file.
     """
@@ -101,6 +128,7 @@ def gather_object(data: Any) -> list[Any]:
         return list(data) if isinstance(data, list) else [data]
     everyone: list[Any] = [None] * world_size()
     dist.all_gather_object(everyone, data)
+    everyone = everyone[::copies]
     if all(isinstance(part, list) for part in everyone):
         return [item for part in everyone for item in part]
     return everyone

@@ -12,16 +12,25 @@ from shardkit.errors import UsageError
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
     """`data` with `function` applied to each tensor in it. UsageError for other leaves."""
-    if isinstance(data, torch.Tensor):
-        return function(data.full_tensor() if is_dtensor(data) else data)
+
+    def of_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            raise no_tensor(leaf)
+        return function(leaf.full_tensor() if is_dtensor(leaf) else leaf)
+
+    return map_leaves(of_leaf, data)
+
+
+def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
+    """`data` with `function` applied to each leaf in it (neither dict, list nor tuple)."""
     if isinstance(data, Mapping):
-        items = {key: map_tensors(function, value) for key, value in data.items()}
+        items = {key: map_leaves(function, value) for key, value in data.items()}
         return items if type(data) is dict else _rebuilt(data, items)
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(map_tensors(function, value) for value in data))
+        return type(data)(*(map_leaves(function, value) for value in data))
     if isinstance(data, (list, tuple)):
-        return sequence_like(data, [map_tensors(function, value) for value in data])
-    raise no_tensor(data)
+        return sequence_like(data, [map_leaves(function, value) for value in data])
+    return function(data)
 
 
 def sequence_like(sequence: list | tuple, items: list) -> Any:

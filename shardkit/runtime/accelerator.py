@@ -59,6 +59,8 @@ from shardkit.runtime.state import State
 from shardkit.runtime.steps import step_boundary
 from shardkit.runtime.steps.training_step import TrainingStep
 from shardkit.sharding import precision
+from shardkit.sharding.context_parallel.groups import build_group
+from shardkit.sharding.context_parallel.region import Region
 from shardkit.sharding.mesh import build_mesh
 from shardkit.signatures import signature
 from shardkit.tracking import trackers
@@ -139,6 +141,7 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
             chosen=found.chosen,
             process=here,
             mesh=build_mesh(supported, here),
+            region=Region(build_group(supported, here), here.control, here.device),
             project=project,
             loops=Loops(step_scheduler_with_optimizer, device_placement),
             handlers=handlers,

@@ -42,18 +42,19 @@ class Communication(Topology):
 
     @eager
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, without the padding of the loader's last batch; objects that are not tensors as one list.
+        """As `gather`, without the padding of the loader's last batch; objects that are not tensors as one list. Ranks
+        that share each sequence count once.
 
         A loss repeated for each sample of a whole batch counts as often as a shorter batch has samples. Collective.
         """
         self._meet("gather_for_metrics")
-        same_data, loaders = self._run.same_data, _loaders_of_loops(self._run)
+        same_data, loaders, copies = self._run.same_data, _loaders_of_loops(self._run), self._run.region.group.size
         if not use_gather_object and (short := padding.short_batch(loaders, input_data)) is not None:
-            found = collectives.gather_repeated(input_data, *short, same_data)
+            found = collectives.gather_repeated(input_data, *short, same_data, copies)
             if found is not None:
                 return found
         real = padding.real_samples(loaders, input_data, use_gather_object)
-        return collectives.gather_real(input_data, real, use_gather_object, same_data)
+        return collectives.gather_real(input_data, real, use_gather_object, same_data, copies)
 
     @eager
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:

@@ -28,6 +28,7 @@ from shardkit.runtime.likely_mistakes.shared_parameters import refuse_shared
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.run import OfModel, Run, Taken
+from shardkit.sharding.context_parallel import models as context_models
 from shardkit.sharding.ddp_names import take_names_of_replicas
 from shardkit.wording import first_few
 
@@ -182,6 +183,7 @@ def _model(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) 
         run.watched.add(parallel)
     if run.nan_origin is not None:
         run.nan_origin.watch(unwrapped(parallel))
+    context_models.watch(parallel, run.region)
     vars(parallel)["_shardkit_run"] = OfModel(run)
     run.models.append(parallel)
     run.taken.append(Taken(parallel, names, {id(p) for p in every_parameter(parallel)}))
@@ -225,8 +227,8 @@ def _loader(run: Run, loader: Any, moves: bool) -> PreparedLoader:
     beside = run.counters.loaders if generator is None else sum(known is generator for known in run.generators)
     prepared = prepare_loader(
         loader,
-        process.rank,
-        process.world_size,
+        process.rank // run.region.group.size,
+        run.readers,
         process.device if moves else None,
         run.config.shardkit.seed if data.seed is None else data.seed,
         number=beside,

@@ -39,6 +39,7 @@ from shardkit.runtime.steps import foreign_steps
 from shardkit.runtime.steps.accumulate import Accumulation
 from shardkit.runtime.steps.counters import Counters
 from shardkit.runtime.steps.step_events import StepEvents
+from shardkit.sharding.context_parallel.region import Region
 from shardkit.tracking.tracker import Tracker
 from shardkit.tracking.trackers import Trackers
 
@@ -72,6 +73,8 @@ class Run:
     chosen: Mapping[str, str]
     process: Process
     mesh: DeviceMesh | None
+    region: Region
+    """Of the sequences that ranks share."""
     project: ProjectConfiguration
     loops: Loops = field(default_factory=Loops)
     handlers: tuple[Any, ...] = ()
@@ -157,7 +160,7 @@ class Run:
         may_keep_it = full == self.process.world_size and not section.data.split_batches
         is_main, control = self.process.is_main, self.process.control
         self.same_modules = SameModules(self.models, control, self.config.debug)
-        self.same_data = SameData(self.loaders, control)
+        self.same_data = SameData(self.loaders, control, self.region.group.size)
         self.followers = Followers(self.evaluated, is_main)
         self.schedule_lengths = ScheduleLengths(self.accumulation, is_main)
         debugs = self.config.debug and self.config.mode != "xla"  # there each look would be a program of its own
@@ -205,6 +208,11 @@ class Run:
     def _check_foreign_step(self) -> None:
         self.same_data.check()
         self.schedule_lengths.check()
+
+    @property
+    def readers(self) -> int:
+        """Number of ranks, or groups of ranks that share each sequence, that read different samples."""
+        return self.process.world_size // self.region.group.size
 
     @property
     def device(self) -> torch.device:

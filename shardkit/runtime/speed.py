@@ -64,7 +64,7 @@ class Speed:
         loop = None if loader is None else loader.newest_loop
         tensors = [] if loop is None else alive(loop.tensors)
         sizes = [tensor.numel() for tensor in tensors if tensor.dim() == 2 and not tensor.is_floating_point()]
-        self._tokens += max(sizes, default=0) * self._run.process.world_size
+        self._tokens += max(sizes, default=0) * self._run.readers
 
     def _now(self) -> tuple[float, int, int, int]:
         counters = self._run.counters

@@ -88,6 +88,8 @@ def _extras(config: Config, mesh: DeviceMesh | None) -> Iterator[str]:
     """What models' blocks and parameters do besides."""
     if mesh is not None and config.fsdp.offload_params and mesh.device_type != "cpu":
         yield "offload to host memory"
+    if (size := config.shardkit.mesh.context_size) > 1:
+        yield f"sequences shared by {size} ranks"
     if offloads_state(config):
         yield "optimizer state in host memory"
     if config.fsdp.activation_checkpointing or (config.mode == "xla" and xla_settings.recomputes(config)):
@@ -179,7 +181,7 @@ def _batch(process: Process, config: Config, loaders: Sequence[PreparedLoader]) 
     micro_batches = counted(steps, "micro-batch", "micro-batches")
     if not loaders:
         return f"{micro_batches} a step; no data loader prepared yet"
-    size, ranks = loaders[0].total_batch_size, process.world_size
+    size, ranks = loaders[0].total_batch_size, process.world_size // config.shardkit.mesh.context_size
     maker = loaders[0].dataset if loaders[0].has_ready_batches else loaders[0].batch_sampler
     if loaders[0].batch_size is None and getattr(maker, "batch_size", None) is None:
         each = "over" if config.shardkit.data.split_batches else "x"

@@ -135,5 +135,5 @@ class Topology(RankNumbers):
 
     @property
     def context_parallel_rank(self) -> int:
-        """0: shardkit has no context parallelism."""
-        return 0
+        """Index of this rank among those that share its sequences, and of its slice."""
+        return self._run.region.group.rank

@@ -21,8 +21,9 @@ CHECKED_STEPS = 3
 class SameData:
     """The check of one run, over the growing list of its loaders."""
 
-    def __init__(self, loaders: Sequence[PreparedLoader], control: ControlGroup) -> None:
-        self._loaders, self._control = loaders, control
+    def __init__(self, loaders: Sequence[PreparedLoader], control: ControlGroup, copies: int = 1) -> None:
+        """`copies`: number of consecutive ranks that share each sample."""
+        self._loaders, self._control, self._copies = loaders, control, copies
         self._left = CHECKED_STEPS if control.world_size > 1 else 0
         self._loss: torch.Tensor | None = None
         self._losses: list[float | None] = []
@@ -44,7 +45,7 @@ class SameData:
         self._refuse_different()
         self._losses.append(None if self._loss is None else float(self._loss))
         self._loss = None
-        if self._left == 0 and self._control.decide(self._losses, _are_equal) and self._control.rank == 0:
+        if self._left == 0 and self._control.decide(self._losses, self._are_equal) and self._control.rank == 0:
             log.warning(
                 "data: all ranks had the same losses in the first %d steps, with batches of no prepared loader, so "
                 "they seem to train on the same samples; give the DataLoader to accelerator.prepare and read what it "
@@ -72,13 +73,13 @@ class SameData:
         loops = enumerate(loader.newest_loop for loader in self._loaders)
         return {number: None if loop is None else loop.first for number, loop in loops}
 
+    def _are_equal(self, losses: list[list[float | None]]) -> bool:
+        of_samples = losses[:: self._copies]
+        return len(of_samples) > 1 and None not in losses[0] and all(own == losses[0] for own in of_samples)
+
     def _refuse_different(self) -> None:
         if problem := self._control.decide(list(self._first().values()), _difference):
             raise UsageError(problem)
-
-
-def _are_equal(losses: list[list[float | None]]) -> bool:
-    return len(losses) > 1 and None not in losses[0] and all(of_rank == losses[0] for of_rank in losses)
 
 
 def _difference(first: list[list[list[str] | None]]) -> str | None:

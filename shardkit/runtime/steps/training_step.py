@@ -1,7 +1,7 @@
 """One training step: accumulation windows, backward, clipping."""
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -126,9 +126,31 @@ class TrainingStep(Topology):
             self._make_final(chosen)
             clip.clamp_gradients_(chosen, clip_value)
 
-    def maybe_context_parallel(self, *_: Any, **arguments: Any) -> AbstractContextManager[None]:
-        """Does nothing: shardkit has no context parallelism."""
-        return nullcontext()
+    @contextmanager
+    def context_parallel(self, *data: Any, dim: int = 1) -> Iterator[Any]:
+        """Inside, the ranks of a group (`shardkit.mesh.context_size`) share each sequence: yields the data (tensors, or
+        dicts, lists and tuples of them) with this rank's slices along `dim`, for a forward and its loss.
+
+            with accelerator.context_parallel(tokens, targets) as (tokens, targets):
+                loss = loss_function(model(tokens).flatten(0, 1), targets.flatten())
+
+        (samples, positions, ...) -> (samples, positions / size, ...); tensors with fewer dims stay whole. Attention and
+        the mean of `cross_entropy` are those of the whole sequence. Without groups it yields the data as they are.
+        Collective. Raises UsageError where a sequence or the heads do not divide, and on all ranks, in the first
+        forward, where the model gives other values for slices than for whole sequences.
+        """
+        with self._run.region.split(data, dim) as slices:
+            yield slices[0] if len(slices) == 1 else tuple(slices)
+
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Iterable[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """As `context_parallel`, under Accelerate's name: inside, the buffers themselves are the slices, along a dim
+        each, and are whole again afterwards, but those of `no_restore_buffers`. Backward is inside, too. Collective."""
+        return self._run.region.split_in_place(buffers or [], buffer_seq_dims or [], no_restore_buffers or ())
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether the model is spread over several devices (Transformers' device_map), and so cannot be trained on

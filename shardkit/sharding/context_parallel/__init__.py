@@ -1,0 +1,7 @@
+"""Context parallelism: the ranks of a context group share each sequence, one slice each.
+
+the ranks           groups
+a loop's region     region: sequences are split, and whole again at its end
+inside of it        attention, losses: functions of torch that need the whole sequence
+a model             models: what its forward is given beside; first_forward, that slices give what whole sequences give
+"""
