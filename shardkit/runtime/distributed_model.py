@@ -22,6 +22,7 @@ from shardkit.runtime.checkpoints import save_pretrained
 from shardkit.runtime.likely_mistakes import evaluations
 from shardkit.runtime.run import Run
 from shardkit.sharding import precision
+from shardkit.sharding.context_parallel import forwards
 from shardkit.wording import first_few
 
 log = get_logger(__name__)
@@ -66,6 +67,7 @@ def distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: b
             _sharded_before[model] = _Before(cut, names, run.trees[model])
     if is_sharded:
         save_pretrained.replace(run, model)
+    forwards.watch(model, run.region)
     return names
 
 

@@ -28,7 +28,6 @@ from shardkit.runtime.likely_mistakes.shared_parameters import refuse_shared
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.run import OfModel, Run, Taken
-from shardkit.sharding.context_parallel import models as context_models
 from shardkit.sharding.ddp_names import take_names_of_replicas
 from shardkit.wording import first_few
 
@@ -183,7 +182,6 @@ def _model(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) 
         run.watched.add(parallel)
     if run.nan_origin is not None:
         run.nan_origin.watch(unwrapped(parallel))
-    context_models.watch(parallel, run.region)
     vars(parallel)["_shardkit_run"] = OfModel(run)
     run.models.append(parallel)
     run.taken.append(Taken(parallel, names, {id(p) for p in every_parameter(parallel)}))

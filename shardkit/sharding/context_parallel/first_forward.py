@@ -30,15 +30,16 @@ ALLOWED_IN_16_BITS = 5e-2
 class FirstForward:
     """The check of one model."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model: nn.Module | None = model
+    def __init__(self) -> None:
+        self._is_done = False
 
-    def check(self, region: Region, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def check(self, region: Region, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Runs the model without gradients on the first positions of each slice: split, and whole. Raises UsageError on
         all ranks where the results differ. Collective; has an effect once."""
-        if (model := self._model) is None:
+        if self._is_done:
             return
-        self._model = None
+        self._is_done = True
+        _refuse_packed(region, named)
         short = {id(one.own): _short(region, one) for one in region.slices}
         lengths = {one.own.size(one.dim): one.dim for one in region.slices}
 
@@ -57,8 +58,22 @@ class FirstForward:
             with region.whole_sequences(enabled=False):
                 of_whole = model(*whole[0], **whole[1])
         lengths_compared = {one.own.size(one.dim) for one in short.values()}
-        errors = [_error(region, *pair, lengths_compared) for pair in _pairs(of_slices, of_whole)]
+        padding = short.get(id(named.get("attention_mask")))
+        errors = [_error(region, *pair, lengths_compared, padding) for pair in _pairs(of_slices, of_whole)]
         _judge(type(model).__name__, region, max((one for one in errors if one is not None), default=None))
+
+
+def _refuse_packed(region: Region, named: dict[str, Any]) -> None:
+    """UsageError where the positions tell of several sequences in one: Transformers would mask them by slice."""
+    found = region.slice_of(named.get("position_ids"))
+    if found is None or found.whole.dim() != 2 or found.dim != 1:
+        return
+    is_packed = bool((found.whole.diff(dim=1) != 1).any())
+    if region.everyone.decide(is_packed, any):
+        raise UsageError(
+            "context_parallel: position_ids begin again within a row (got several packed sequences), which attention "
+            "to one sequence would mix up; give each sequence a row."
+        )
 
 
 def _short(region: Region, found: Slice) -> Slice:
@@ -82,13 +97,21 @@ def _pairs(of_slices: Any, of_whole: Any) -> Iterator[tuple[torch.Tensor, torch.
             yield own, whole
 
 
-def _error(region: Region, own: torch.Tensor, whole: torch.Tensor, lengths: set[int]) -> float | None:
-    """The largest difference of an output's values, in units of the allowed one; None where there is no comparison."""
+def _error(
+    region: Region, own: torch.Tensor, whole: torch.Tensor, lengths: set[int], padding: Slice | None
+) -> float | None:
+    """The largest difference of an output's values, but those of padding, in units of the allowed one; None where there
+    is no comparison."""
     for dim in range(own.dim()):
         if own.size(dim) in lengths and own.size(dim) * region.group.size == whole.size(dim):
             whole = region.group.part(whole, dim)
             break
-    if own.shape != whole.shape or not own.numel():
+    if own.shape != whole.shape:
+        return None
+    if padding is not None and own.shape[:2] == padding.own.shape:
+        is_real = padding.own.bool()
+        own, whole = own[is_real], whole[is_real]
+    if not own.numel():
         return None
     allowed = ALLOWED.get(own.dtype, ALLOWED_IN_16_BITS)
     largest = whole.double().abs().max().clamp_min(torch.finfo(torch.float32).tiny)

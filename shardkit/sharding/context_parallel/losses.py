@@ -1,5 +1,7 @@
-"""The mean cross entropy in a region: over the tokens of the whole sequence, of which slices have unequal numbers where
-some are ignored (a prompt, padding)."""
+"""Means of the cross entropy in a region: over the tokens of the whole sequence, of which slices have unequal numbers
+where some are ignored (a prompt, padding)."""
+
+from typing import Any
 
 import torch
 from torch.distributed import _functional_collectives as functional
@@ -7,7 +9,11 @@ from torch.nn import functional as F
 
 from shardkit.sharding.context_parallel.groups import ContextGroup
 
-torchs = F.cross_entropy
+IGNORED = -100
+"""torch's default."""
+
+torchs, torchs_linear = F.cross_entropy, getattr(F, "linear_cross_entropy", None)
+"""The second, with the last layer's product in it, is there from torch 2.13 on."""
 
 
 def cross_entropy(
@@ -16,7 +22,7 @@ def cross_entropy(
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     size_average: bool | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED,
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
@@ -27,7 +33,34 @@ def cross_entropy(
     if not is_mean or target.is_floating_point():  # probabilities: none is ignored, and slices are equally long
         return torchs(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     own = torchs(input, target, weight, None, ignore_index, None, "sum", label_smoothing)
-    is_counted = target != ignore_index
+    return _mean(group, own, target, weight, ignore_index)
+
+
+def linear_cross_entropy(
+    group: ContextGroup,
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    **more: Any,
+) -> torch.Tensor:
+    """torch's `linear_cross_entropy`, as `cross_entropy`."""
+    assert torchs_linear is not None
+    is_mean = reduction == "mean" and not target.is_floating_point()
+    more |= {"weight": weight, "ignore_index": ignore_index, "reduction": "sum" if is_mean else reduction}
+    own = torchs_linear(input, linear_weight, target, **more)
+    return _mean(group, own, target, weight, IGNORED if ignore_index is None else ignore_index) if is_mean else own
+
+
+def _mean(
+    group: ContextGroup, own: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignored: int
+) -> torch.Tensor:
+    """The mean over the whole sequence of this rank's sum. Its gradient is that of this rank's part in it, times the
+    ranks of the group, over which gradients are averaged."""
+    is_counted = target != ignored
     counted = is_counted.sum() if weight is None else weight[target.where(is_counted, 0)].where(is_counted, 0).sum()
     sums = torch.stack([own.detach().float(), counted.float()])
     total, count = functional.wait_tensor(functional.all_reduce(sums, "sum", group.process_group)).unbind()

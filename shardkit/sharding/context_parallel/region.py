@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from shardkit.distributed import control
-from shardkit.distributed.nested import map_leaves
+from shardkit.distributed.nested import leaves, map_leaves
 from shardkit.distributed.tensors import flat_bytes
 from shardkit.errors import UsageError
 from shardkit.sharding.context_parallel.groups import ContextGroup
@@ -41,9 +41,14 @@ class Region:
         """Of the present region."""
         self.everyone, self._device = everyone, device
         self._left_to_compare = COMPARED
-        self._is_inside = False
         if group.size > 1:
             _install()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # in the pickle of a model, whose forwards ask for it
 
     @contextmanager
     def split(self, data: Sequence[Any], dim: int) -> Iterator[list[Any]]:
@@ -52,17 +57,10 @@ class Region:
         if self.group.size == 1:
             yield list(data)
             return
-        if self._is_inside:
-            raise UsageError("context_parallel: the script is inside of one already; leave it before the next.")
-        self._compare_shapes(data, dim)
-        found = map_leaves(lambda value: self._slice(value, dim), list(data))
-        self._is_inside = True
-        try:
-            with self.whole_sequences():
-                yield found
-        finally:
-            self._is_inside = False
-            self.slices = []
+        tensors = [leaf for leaf in leaves(list(data)) if isinstance(leaf, torch.Tensor) and leaf.dim() > dim]
+        with self._entered(tensors, [dim % one.dim() for one in tensors]):
+            own = {id(tensor): one.own for tensor, one in zip(tensors, self.slices, strict=True)}
+            yield map_leaves(lambda leaf: own.get(id(leaf), leaf), list(data))
 
     @contextmanager
     def split_in_place(
@@ -73,18 +71,40 @@ class Region:
             raise UsageError(
                 f"maybe_context_parallel: {len(buffers)} buffers have {len(dims)} buffer_seq_dims; give one for each."
             )
-        wholes, kept = [buffer.detach() for buffer in buffers], [id(one) for one in not_restored]
-        with self.split([], 0):
-            if self.group.size > 1:
-                for buffer, whole, dim in zip(buffers, wholes, dims, strict=True):
-                    buffer.data = self._slice(whole, dim)
-                    self.slices[-1] = replace(self.slices[-1], own=buffer)
+        if self.group.size == 1:
+            yield
+            return
+        wholes, kept = [buffer.detach() for buffer in buffers], {id(buffer) for buffer in not_restored}
+        with self._entered(wholes, dims):
+            self.slices = [replace(one, own=buffer) for one, buffer in zip(self.slices, buffers, strict=True)]
+            for one, buffer in zip(self.slices, buffers, strict=True):
+                buffer.data = self.group.part(one.whole, one.dim)
             try:
                 yield
             finally:
-                for buffer, whole in zip(buffers, wholes, strict=True):
+                for whole, buffer in zip(wholes, buffers, strict=True):
                     if id(buffer) not in kept:
                         buffer.data = whole
+
+    @contextmanager
+    def _entered(self, tensors: Sequence[torch.Tensor], dims: Sequence[int]) -> Iterator[None]:
+        """Inside, these tensors' slices are those of the region."""
+        if self.slices:
+            raise UsageError("context_parallel: the script is inside of one already; leave it before the next.")
+        if not tensors:
+            raise UsageError(
+                "context_parallel: no tensor to split (got none with such a dim); give it the tokens, and the labels "
+                "and positions that the script has of whole sequences."
+            )
+        self._compare_shapes(tensors)
+        for tensor, dim in zip(tensors, dims, strict=True):
+            self._refuse_uneven(tensor, dim)
+        try:
+            self.slices = [self._slice(tensor, dim) for tensor, dim in zip(tensors, dims, strict=True)]
+            with self.whole_sequences():
+                yield
+        finally:
+            self.slices = []
 
     @property
     def is_active(self) -> bool:
@@ -103,19 +123,17 @@ class Region:
         """What a tensor of the region is a slice of; None for another."""
         return next((one for one in self.slices if one.own is tensor), None)
 
-    def _slice(self, value: Any, dim: int) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dim() <= dim:
-            return value
-        if value.size(dim) % self.group.size:
+    def _refuse_uneven(self, tensor: torch.Tensor, dim: int) -> None:
+        positions, size = tensor.size(dim), self.group.size
+        if positions % size:
             raise UsageError(
-                f"context_parallel: a sequence does not divide into {self.group.size} slices (got {value.size(dim)} "
-                f"positions, in dim {dim} of {list(value.shape)}); pad it, as with pad_to_multiple_of="
-                f"{self.group.size} of a tokenizer or collator."
+                f"context_parallel: a sequence does not divide into {size} slices (got {positions} positions, in dim "
+                f"{dim} of {list(tensor.shape)}); pad it, as with pad_to_multiple_of={size} of a tokenizer or collator."
             )
-        whole = value if value.requires_grad else self._of_first(value)
-        found = Slice(self.group.part(whole, dim), whole, dim)
-        self.slices.append(found)
-        return found.own
+
+    def _slice(self, tensor: torch.Tensor, dim: int) -> Slice:
+        whole = tensor if tensor.requires_grad else self._of_first(tensor)
+        return Slice(self.group.part(whole, dim), whole, dim)
 
     def _of_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor of the group's first rank: what a script draws at random differs between ranks."""
@@ -124,14 +142,12 @@ class Region:
         dist.broadcast(sent, self.group.first, group=self.group.process_group)
         return sent.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
 
-    def _compare_shapes(self, data: Sequence[Any], dim: int) -> None:
+    def _compare_shapes(self, tensors: Sequence[torch.Tensor]) -> None:
         """UsageError on all ranks where those of a group split tensors of different shapes, in the first regions."""
         if not self._left_to_compare:
             return
         self._left_to_compare -= 1
-        shapes: list[str] = []
-        map_leaves(lambda value: shapes.append(str(list(getattr(value, "shape", [])))), list(data))
-        size = self.group.size
+        shapes, size = [str(list(one.shape)) for one in tensors], self.group.size
 
         def judge(answers: list[list[str]]) -> str | None:
             for first in range(0, len(answers), size):
@@ -159,6 +175,11 @@ class _Current:
 _current = _Current()
 
 
+def current_group() -> ContextGroup | None:
+    """The group that shares the sequences of what runs now; None outside of a region."""
+    return _current.group
+
+
 @contextmanager
 def _shared_by(group: ContextGroup | None) -> Iterator[None]:
     found, _current.group = _current.group, group
@@ -176,6 +197,8 @@ def _install() -> None:
 
     F.scaled_dot_product_attention = _asking(attention.torchs, attention.attention)
     F.cross_entropy = _asking(losses.torchs, losses.cross_entropy)
+    if losses.torchs_linear is not None:
+        F.linear_cross_entropy = _asking(losses.torchs_linear, losses.linear_cross_entropy)
     torch.backends.mha.set_fastpath_enabled(False)  # of encoders in evaluation, which does without the first function
     wrap_backward(_run_backward)
 

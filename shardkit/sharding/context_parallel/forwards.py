@@ -1,4 +1,4 @@
-"""What a model's forward in a region is given beside: the positions of this rank's slice, and labels that are shifted
+"""What models' forwards in a region are given beside: the positions of this rank's slice, and labels that are shifted
 over the whole sequence."""
 
 from __future__ import annotations
@@ -6,7 +6,6 @@ from __future__ import annotations
 from functools import partial
 from inspect import BoundArguments, Parameter
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
@@ -14,9 +13,13 @@ from torch.nn import functional as F
 
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
-from shardkit.sharding.context_parallel import first_forward
+from shardkit.log import get_logger
+from shardkit.sharding.context_parallel import transformers_masks
+from shardkit.sharding.context_parallel.first_forward import FirstForward
 from shardkit.sharding.context_parallel.region import Region, Slice
 from shardkit.signatures import signature
+
+log = get_logger(__name__)
 
 IGNORED = -100
 """The label of positions that are not learned from, in Transformers and in torch's cross entropy."""
@@ -26,45 +29,56 @@ def watch(model: nn.Module, region: Region) -> None:
     """Completes the arguments of a prepared model's forwards in regions, and checks the first of them."""
     if region.group.size == 1:
         return
-    checked = first_forward.FirstForward(unwrapped(model))
-    model.register_forward_pre_hook(partial(_before_forward, ref(region), checked), prepend=True, with_kwargs=True)
-    target = next((one for one in model.modules() if _is_of_transformers(one)), unwrapped(model))
-    target.register_forward_pre_hook(partial(_complete, ref(region)), prepend=True, with_kwargs=True)
+    inner = unwrapped(model)
+    inner.register_forward_pre_hook(partial(_begin, region, FirstForward()), prepend=True, with_kwargs=True)
+    target = next((one for one in inner.modules() if _is_of_transformers(one)), inner)
+    if _is_of_transformers(target):
+        transformers_masks.install()
+    else:
+        _warn_of_own_loss(target, region)
+    target.register_forward_pre_hook(partial(_complete, region), prepend=True, with_kwargs=True)
+
+
+def _warn_of_own_loss(model: nn.Module, region: Region) -> None:
+    if "labels" in signature(type(model).forward).parameters and region.everyone.rank == 0:
+        log.warning(
+            "context_parallel: %s takes labels; where it shifts them by one, each slice lacks the label that follows "
+            "it: shift them before, over the whole sequence, and compute the loss outside of the model.",
+            type(model).__name__,
+        )
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
     return any(one.__name__ == "PreTrainedModel" for one in type(module).__mro__)
 
 
-def _before_forward(
-    of_region: ReferenceType[Region],
-    checked: first_forward.FirstForward,
-    model: nn.Module,
-    arguments: tuple[Any, ...],
-    named: dict[str, Any],
+def _begin(
+    region: Region | None, first: FirstForward, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
-    if (region := of_region()) is None:
+    if region is None:  # in a pickle of the model
         return
     if torch.is_grad_enabled():
         region.note_forward()
-    if region.is_active and region.slices:
-        checked.check(region, arguments, named)
+    if region.is_active:
+        first.check(region, model, arguments, named)
 
 
-def _complete(
-    of_region: ReferenceType[Region], model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> Any:
+def _complete(region: Region | None, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """The forward's arguments, with those that follow from where this rank's slice is."""
-    region = of_region()
-    if region is None or not region.is_active or not region.slices:
+    if region is None or not region.is_active:
         return None
     known = signature(type(model).forward)
     given = known.bind_partial(model, *arguments, **named)
     _set_positions(region, given)
-    if getattr(model, "loss_type", None) == "ForCausalLM":
+    if _loss_of(model) == "ForCausalLMLoss":
         _drop_mask(region, given)
         _shift_labels(region, given)
     return given.args[1:], given.kwargs
+
+
+def _loss_of(model: nn.Module) -> str | None:
+    """The name of the function by which a model of Transformers computes its loss; None for other models."""
+    return getattr(getattr(model, "loss_function", None), "__name__", None)
 
 
 def _set_positions(region: Region, given: BoundArguments) -> None:
