@@ -17,6 +17,7 @@ from shardkit.distributed.nested import leaves, map_leaves
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.sharding.context_parallel.region import Region, Slice
+from shardkit.signatures import signature
 
 log = get_logger(__name__)
 
@@ -39,7 +40,8 @@ class FirstForward:
         if self._is_done:
             return
         self._is_done = True
-        _refuse_packed(region, named)
+        names = _by_name(model, arguments, named)
+        _refuse_packed(region, names.get("position_ids"))
         short = {id(one.own): _short(region, one) for one in region.slices}
         lengths = {one.own.size(one.dim): one.dim for one in region.slices}
 
@@ -58,14 +60,19 @@ class FirstForward:
             with region.whole_sequences(enabled=False):
                 of_whole = model(*whole[0], **whole[1])
         lengths_compared = {one.own.size(one.dim) for one in short.values()}
-        padding = short.get(id(named.get("attention_mask")))
+        padding = short.get(id(names.get("attention_mask")))
         errors = [_error(region, *pair, lengths_compared, padding) for pair in _pairs(of_slices, of_whole)]
         _judge(type(model).__name__, region, max((one for one in errors if one is not None), default=None))
 
 
-def _refuse_packed(region: Region, named: dict[str, Any]) -> None:
+def _by_name(model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward, by name also where they are given by place."""
+    return {**signature(type(model).forward).bind_partial(model, *arguments, **named).arguments, **named}
+
+
+def _refuse_packed(region: Region, positions: Any) -> None:
     """UsageError where the positions tell of several sequences in one: Transformers would mask them by slice."""
-    found = region.slice_of(named.get("position_ids"))
+    found = region.slice_of(positions)
     if found is None or found.whole.dim() != 2 or found.dim != 1:
         return
     is_packed = bool((found.whole.diff(dim=1) != 1).any())

@@ -91,7 +91,7 @@ def _set_positions(region: Region, given: BoundArguments) -> None:
 
 
 def _slice_among(region: Region, given: BoundArguments) -> Slice | None:
-    found = (region.slice_of(given.arguments.get(name)) for name in ("input_ids", "inputs_embeds", "labels"))
+    found = (region.slice_of(value) for value in given.arguments.values())
     return next((one for one in found if one is not None), None)
 
 
