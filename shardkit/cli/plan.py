@@ -1,5 +1,6 @@
 """`shardkit plan`: memory and traffic of every rank, for any number of GPUs, without a GPU."""
 
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -147,19 +148,15 @@ def plan(
     planned_device = problems.of(request.device_of, resolved or Config(), device, memory)
     problems.raise_all()
     assert name and resolved and planned_device and optimizer_name and logits and averages
-    asked = request.build(
-        resolved,
-        name,
-        planned_device,
-        per_machine=ranks_of_each,
+    file = None if of or model else path
+    asked = replace(
+        request.build(resolved, name, planned_device, per_machine=ranks_of_each, network=gigabits, file=file),
         optimizer=optimizer_name,
         batch_size=sequences,
         seq_len=sequence_tokens,
         loss=logits,
         ema=averages,
-        network=gigabits,
         host_bytes=host_bytes,
-        file=None if of or model else path,
         own_optimizer=optimizer.strip() if ":" in optimizer else None,
         own_batch=batch,
         run=run,

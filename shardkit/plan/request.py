@@ -14,11 +14,8 @@ from shardkit.errors import ConfigError, ShardkitError, UsageError
 from shardkit.model import comment
 from shardkit.model.sources import FORMS, describe, folder_for
 from shardkit.plan import devices, optimizers, tpu
-from shardkit.plan.activations import Loss
 from shardkit.plan.answer import PlanRequest
-from shardkit.plan.averages import Ema
 from shardkit.plan.devices import Device
-from shardkit.plan.whole_run import WholeRun
 from shardkit.problems import Problems
 from shardkit.sizes import read_bytes
 from shardkit.spinner import waiting
@@ -161,23 +158,14 @@ def build(
     device: Device,
     *,
     per_machine: int | None = None,
-    optimizer: str = "adamw",
-    batch_size: int | None = None,
-    seq_len: int | None = None,
-    loss: Loss = Loss.HELD,
-    ema: Ema = Ema.NO,
     network: float | None = None,
-    host_bytes: int | None = None,
     file: Path | None = None,
-    own_optimizer: str | None = None,
-    own_batch: str | None = None,
-    run: WholeRun | None = None,
 ) -> PlanRequest:
-    """The request for the configuration's ranks. Reads the model, which may take seconds.
+    """The request for the configuration's ranks, with defaults for what the script does. Reads the model, which may
+    take seconds.
 
-    `per_machine`: by default `_ranks_per_machine`'s. `optimizer`: a name of `optimizer_name`. `network`, `host_bytes`:
-    Gb/s of one machine's adapters together, and its host memory; by default the device's. `file`: the configuration
-    file, where it names the model. `own_optimizer`, `own_batch`, `run`: as in PlanRequest.
+    `per_machine`: by default `_ranks_per_machine`'s. `network`: Gb/s of one machine's adapters together; by default the
+    device's. `file`: the configuration file, where it names the model.
 
     Raises the errors of `describe`.
     """
@@ -192,16 +180,7 @@ def build(
         world_size=config.num_processes,
         ranks_per_machine=per_machine or _ranks_per_machine(config, device),
         device=device,
-        optimizer=optimizer,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        loss=loss,
-        ema=ema,
-        own_optimizer=own_optimizer,
-        own_batch=own_batch,
         folder=folder,
-        run=run,
-        host_bytes=host_bytes,
     )
     request = tpu.as_planned(request if network is None else _with_network(request, network))
     return _in_supported_dtypes(request)

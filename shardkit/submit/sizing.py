@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardkit.config.command import config_flag
@@ -46,10 +46,9 @@ def sized(config: Config, model: str, load: Load, file: Path | None = None) -> S
         model,
         load.device,
         per_machine=config.processes_per_machine,
-        batch_size=load.batch_size,
-        seq_len=load.seq_len,
         file=file,
     )
+    planned = replace(planned, batch_size=load.batch_size, seq_len=load.seq_len)
     found = row(planned, configured_strategy(planned.config))
     ranks, peak, host = config.processes_per_machine, found.memory.peak, found.memory.host
     writers = 1 if found.strategy is ShardingStrategy.NO_SHARD else ranks  # replicated state is written once
