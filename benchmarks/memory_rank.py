@@ -42,7 +42,7 @@ def trained(spec: str, case: Case, config: Config, process: Process) -> int:
         kind, spec, [], process.world_size, process.local_world_size, "adamw", None, case.batch_size, None, True
     )
     torch.manual_seed(0)
-    model = worker._shortened(job, [], [])
+    model = worker._shortened(job, [])
     loss = worker._loss(job, model)
     precision.autocast_forward(model, config, process.device)
     parallel = parallelize(model, config, build_mesh(config, process), process)

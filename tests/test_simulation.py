@@ -418,19 +418,22 @@ def test_runs_of_equal_blocks():
     def stack(blocks: list[ModuleNode]) -> ModuleNode:
         return ModuleNode("", "M", children=(ModuleNode("h", "ModuleList", children=tuple(blocks), is_container=True),))
 
-    assert repeats.runs_of(stack([block(f"h.{i}") for i in range(9)])) == [repeats.RepeatedBlocks("h", 0, 9)]
+    assert repeats.runs_of(stack([block(f"h.{i}") for i in range(9)])) == [repeats.RepeatedBlocks("h", 0, 9, 9)]
     assert repeats.runs_of(stack([block(f"h.{i}") for i in range(5)])) == []
     uneven = [block(f"h.{i}", rows=8 if i < 6 else 4) for i in range(13)]
-    assert repeats.runs_of(stack(uneven)) == [repeats.RepeatedBlocks("h", 0, 6), repeats.RepeatedBlocks("h", 6, 7)]
+    assert repeats.runs_of(stack(uneven)) == [
+        repeats.RepeatedBlocks("h", 0, 6, 6),
+        repeats.RepeatedBlocks("h", 6, 7, 7),
+    ]
     shared = [block(f"h.{i}", tied_to="h.0.w.weight" if i else None) for i in range(9)]
     assert repeats.runs_of(stack(shared)) == []
 
 
 def test_names_in_a_shortened_model_lead_back():
-    runs = [repeats.RepeatedBlocks("h", 0, 6), repeats.RepeatedBlocks("h", 6, 7)]
-    names = [repeats.original_name(f"h.{i}.w", runs, [4, 4])[0] for i in range(9)]
+    runs = [repeats.RepeatedBlocks("h", 0, 6, 4), repeats.RepeatedBlocks("h", 6, 7, 4)]
+    names = [repeats.original_name(f"h.{i}.w", runs)[0] for i in range(9)]
     assert names == ["h.0.w", "h.1.w", "h.4.w", "h.5.w", "h.6.w", "h.7.w", "h.11.w", "h.12.w", "h.13.w"]
-    assert repeats.original_name("head", runs, [4, 4]) == ("head", None, 0)
+    assert repeats.original_name("head", runs) == ("head", None, 0)
 
 
 def test_a_phase_that_grows_faster_takes_the_peak_over():
@@ -444,7 +447,7 @@ def test_a_phase_that_grows_faster_takes_the_peak_over():
         ]
         return forward + backward
 
-    runs = [repeats.RepeatedBlocks("h", 0, 12)]
+    runs = [repeats.RepeatedBlocks("h", 0, 12, 12)]
     found = repeats.whole_step(runs, step(4), [step(5)])
     assert found == step(12)
     assert repeats.whole_step(runs, step(4), [step(5)[1:]]) is None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardkit.digits import number_in
@@ -24,11 +24,13 @@ _MOST_RUNS = 4
 
 @dataclass(frozen=True)
 class RepeatedBlocks:
-    """Equal blocks one after another: `length` children of the module `container`, from index `start` on."""
+    """Equal blocks one after another: `length` children of the module `container`, from index `start` on. A shortened
+    model has the first two of them, and the last: `kept` in all."""
 
     container: str
     start: int
     length: int
+    kept: int
 
 
 def runs_of(tree: ModuleNode) -> list[RepeatedBlocks]:
@@ -53,8 +55,9 @@ def _runs_in(node: ModuleNode, shared: set[str]) -> Iterator[RepeatedBlocks]:
     start = 0
     for index in range(1, len(kinds) + 1):
         if index == len(kinds) or kinds[index] is None or kinds[index] != kinds[start]:
-            if index - start > MORE and kinds[start] is not None:
-                yield RepeatedBlocks(node.fqn, start, index - start)
+            length = index - start
+            if length > MORE and kinds[start] is not None:
+                yield RepeatedBlocks(node.fqn, start, length, length)
             start = index
 
 
@@ -70,14 +73,21 @@ def _kind(block: ModuleNode, shared: set[str]) -> Hashable:
     return tuple(parts) if block.children and block.numel else None
 
 
-def shorten(model: Any, runs: Sequence[RepeatedBlocks], kept: Sequence[int]) -> None:
-    """Keeps `kept[i]` blocks of run i in the torch model, in place; later indices shift down."""
-    for run, keep in sorted(zip(runs, kept, strict=True), key=lambda pair: -pair[0].start):
+def shortened(runs: Sequence[RepeatedBlocks]) -> tuple[list[RepeatedBlocks], list[list[RepeatedBlocks]]]:
+    """The runs with KEPT blocks in all, and for each of them those with MORE in that one."""
+    short = [replace(run, kept=KEPT) for run in runs]
+    longer = [[*short[:index], replace(run, kept=MORE), *short[index + 1 :]] for index, run in enumerate(short)]
+    return short, longer
+
+
+def shorten(model: Any, runs: Sequence[RepeatedBlocks]) -> None:
+    """Keeps the `kept` blocks of each run in the torch model, in place; later indices shift down."""
+    for run in sorted(runs, key=lambda run: -run.start):
         container = model.get_submodule(run.container)
-        del container[run.start + 2 : run.start + 2 + run.length - keep]
+        del container[run.start + 2 : run.start + 2 + run.length - run.kept]
 
 
-def original_name(fqn: str, runs: Sequence[RepeatedBlocks], kept: Sequence[int]) -> tuple[str, int | None, int]:
+def original_name(fqn: str, runs: Sequence[RepeatedBlocks]) -> tuple[str, int | None, int]:
     """(name in the whole model, number of its run, index of its block in the shortened run).
 
     A block is named after the block at the same distance from the nearer end.
@@ -88,15 +98,15 @@ def original_name(fqn: str, runs: Sequence[RepeatedBlocks], kept: Sequence[int])
         index = number_in(head)
         if fqn.startswith(prefix) and index is not None:
             moved = 0
-            for number, (run, keep) in enumerate(zip(runs, kept, strict=True)):
+            for number, run in enumerate(runs):
                 if run.container != container:
                     continue
                 local = index - (run.start - moved)
-                if 0 <= local < keep:
-                    there = local if local < 2 else run.length - keep + local
+                if 0 <= local < run.kept:
+                    there = local if local < 2 else run.length - run.kept + local
                     return f"{prefix}{run.start + there}{dot}{rest}", number, local
-                if local >= keep:
-                    moved += run.length - keep
+                if local >= run.kept:
+                    moved += run.length - run.kept
             return f"{prefix}{index + moved}{dot}{rest}", None, 0
     return fqn, None, 0
 
@@ -106,12 +116,12 @@ def whole_step(
 ) -> list[Moment] | None:
     """The moments of a step with all blocks. `short`: a step with KEPT blocks in every run; `longer[i]`: one with MORE
     in run i. None if their moments do not correspond."""
-    base_kept = [KEPT] * len(runs)
-    base = list(_keyed(short, runs, base_kept))
-    growth: list[Mapping[Hashable, Memory]] = []
-    for number, moments in enumerate(longer):
-        kept = [MORE if index == number else KEPT for index in range(len(runs))]
-        growth.append({step.key: step.moment.memory for step in _keyed(moments, runs, kept)})
+    fewest, more = shortened(runs)
+    base = list(_keyed(short, fewest))
+    growth: list[Mapping[Hashable, Memory]] = [
+        {step.key: step.moment.memory for step in _keyed(moments, those)}
+        for moments, those in zip(longer, more, strict=True)
+    ]
     if any(step.key not in found for step in base for found in growth):
         return None
     whole = [_grown(step, runs, growth) for step in base]
@@ -128,11 +138,11 @@ class _Step:
     index: int
 
 
-def _keyed(moments: Sequence[Moment], runs: Sequence[RepeatedBlocks], kept: Sequence[int]) -> Iterator[_Step]:
+def _keyed(moments: Sequence[Moment], runs: Sequence[RepeatedBlocks]) -> Iterator[_Step]:
     counts: Counter[Hashable] = Counter()
     for moment in moments:
-        name, run, index = original_name(moment.unit, runs, kept)
-        is_between = run is not None and 2 <= index < kept[run] - 2
+        name, run, index = original_name(moment.unit, runs)
+        is_between = run is not None and 2 <= index < runs[run].kept - 2
         key = (moment.phase, name, is_between and index)
         counts[key] += 1
         yield _Step((key, counts[key]), Moment(moment.phase, name, moment.memory), run, index)

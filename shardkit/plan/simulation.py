@@ -7,7 +7,7 @@ a few are simulated and the result is extrapolated (`repeats.py`), unless an exa
 
 import json
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,26 @@ from shardkit.plan.unit_sizes import layout
 WHOLE_BLOCKS = 40
 TIMEOUT_S = 1800.0
 CLOSED_FORM_HINT = "or leave --simulate out: the closed form runs no model code"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the child process simulates, for each configuration. `kind`: what `spec` names (gpt, transformers, factory).
+    `here`: the command's folder, in which batch and optimizer are found too."""
+
+    kind: str
+    spec: str
+    configs: list[dict[str, Any]]
+    world_size: int
+    ranks_per_machine: int
+    optimizer: str
+    batch: str | None
+    batch_size: int
+    seq_len: int | None
+    is_exact: bool
+    loss: str = "held"
+    ema: str = "no"
+    here: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,21 +102,21 @@ def simulate(request: PlanRequest, configs: list[Config] | None = None, *, is_ex
     """
     configs = [request.config] if configs is None else configs
     folder = request.folder or Path.cwd()
-    job = {
-        "kind": _kind(request, folder),
-        "spec": request.description.spec,
-        "configs": [config.model_dump(mode="json") for config in configs],
-        "world_size": request.world_size,
-        "ranks_per_machine": request.ranks_of_a_machine,
-        "optimizer": request.own_optimizer or request.optimizer,
-        "batch": request.own_batch,
-        "batch_size": request.batch_size or 1,
-        "seq_len": request.sequence_tokens,
-        "is_exact": is_exact,
-        "loss": request.loss.value,
-        "ema": request.ema.value,
-        "here": str(Path.cwd()),
-    }
+    job = Job(
+        kind=_kind(request, folder),
+        spec=request.description.spec,
+        configs=[config.model_dump(mode="json") for config in configs],
+        world_size=request.world_size,
+        ranks_per_machine=request.ranks_of_a_machine,
+        optimizer=request.own_optimizer or request.optimizer,
+        batch=request.own_batch,
+        batch_size=request.batch_size or 1,
+        seq_len=request.sequence_tokens,
+        is_exact=is_exact,
+        loss=request.loss.value,
+        ema=request.ema.value,
+        here=str(Path.cwd()),
+    )
     steps = _in_child(job, folder)
     return [_simulation(request, config, step) for config, step in zip(configs, steps, strict=True)]
 
@@ -112,22 +132,22 @@ def _kind(request: PlanRequest, folder: Path) -> str:
     return kind or "factory"
 
 
-def _in_child(job: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+def _in_child(job: Job, folder: Path) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="shardkit-simulation-") as scratch:
         order, result = Path(scratch) / "job.json", Path(scratch) / "result.json"
-        order.write_text(json.dumps(job))
+        order.write_text(json.dumps(asdict(job)))
         # Without a visible GPU the simulation runs on the CPU on every machine.
         no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
         ended = child.run("shardkit.plan.worker", [str(order), str(result)], folder, TIMEOUT_S, no_gpu)
         if ended is None:
-            raise ModelError(f"--simulate {job['spec']}: did not finish within {TIMEOUT_S:g} s; {CLOSED_FORM_HINT}.")
+            raise ModelError(f"--simulate {job.spec}: did not finish within {TIMEOUT_S:g} s; {CLOSED_FORM_HINT}.")
         if not result.is_file():
-            raise ModelError(f"--simulate {job['spec']}: the simulation {ended.how}; report it, {CLOSED_FORM_HINT}.")
+            raise ModelError(f"--simulate {job.spec}: the simulation {ended.how}; report it, {CLOSED_FORM_HINT}.")
         answer = json.loads(result.read_text())
     if "refused" in answer:
         raise ShardkitError(answer["refused"])
     if "error" in answer:
-        raise ModelError(_not_trained(job["spec"], answer, folder))
+        raise ModelError(_not_trained(job.spec, answer, folder))
     return answer["steps"]
 
 

@@ -7,6 +7,7 @@ import gc
 import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,28 +35,10 @@ from shardkit.plan.allocator import replay, two_steps
 from shardkit.plan.averages import Ema
 from shardkit.plan.memory_tracker import MemoryTracker
 from shardkit.plan.rank_memory import Moment
+from shardkit.plan.repeats import RepeatedBlocks
+from shardkit.plan.simulation import Job
 from shardkit.plan.training_step import tracked_forward, tracked_step
 from shardkit.plan.unit_sizes import optimizers_of
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to simulate for each configuration. `kind`: what `spec` names (gpt, transformers, factory). `here`: the
-    command's folder, in which batch and optimizer are found too."""
-
-    kind: str
-    spec: str
-    configs: list[dict[str, Any]]
-    world_size: int
-    ranks_per_machine: int
-    optimizer: str
-    batch: str | None
-    batch_size: int
-    seq_len: int | None
-    is_exact: bool
-    loss: str = "held"
-    ema: str = "no"
-    here: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,7 +77,7 @@ def simulated(job: Job, config: Config) -> tuple[Step, str | None]:
     tree = _tree(job) if has_equal_settings and not job.is_exact else None
     runs = [] if tree is None else repeats.runs_of(tree)
     if tree is None or not runs:
-        return _step(job, config, [], []), None
+        return _step(job, config, []), None
     try:
         found = _extrapolated(job, config, tree, runs)
     except Exception:  # the model counts its blocks, or names them; an error of another cause comes again below
@@ -102,24 +85,23 @@ def simulated(job: Job, config: Config) -> tuple[Step, str | None]:
         found = _DOES_NOT_RUN
     if isinstance(found, Step):
         return found, None
-    return _step(job, config, [], []), f"Every layer was simulated: {found}."
+    return _step(job, config, []), f"Every layer was simulated: {found}."
 
 
 _DOES_NOT_RUN = "the model does not run with fewer"
 
 
-def _extrapolated(job: Job, config: Config, tree: ModuleNode, runs: list[repeats.RepeatedBlocks]) -> Step | str:
+def _extrapolated(job: Job, config: Config, tree: ModuleNode, runs: Sequence[RepeatedBlocks]) -> Step | str:
     """The step of the whole model, from steps with a few blocks of each run; or why these do not tell it."""
-    base = [repeats.KEPT] * len(runs)
-    lengths = [base, *([repeats.MORE if i == n else repeats.KEPT for i in range(len(runs))] for n in range(len(runs)))]
-    if not all(_is_cut_alike(job, config, tree, runs, kept) for kept in lengths):
+    fewest, more = repeats.shortened(runs)
+    if not all(_is_cut_alike(job, config, tree, those) for those in (fewest, *more)):
         return "fewer layers would be divided into other units"
-    if not _is_computed_alike(job, config, runs, lengths):
+    if not _is_computed_alike(job, config, runs):
         return "equal layers do not all add the same memory"
-    short = _step(job, config, runs, base)
+    short = _step(job, config, fewest)
     if short.is_stepped_in_chunks:
         return "the optimizer needs whole tensors, of which it gathers some at a time"
-    longer = [_step(job, config, runs, kept) for kept in lengths[1:]]
+    longer = [_step(job, config, those) for those in more]
     moments = repeats.whole_step(runs, short.moments, [step.moments for step in longer])
     if moments is None:
         return _DOES_NOT_RUN
@@ -132,48 +114,39 @@ def _extrapolated(job: Job, config: Config, tree: ModuleNode, runs: list[repeats
     return Step(moments, dict(payload), short.unused, host_bytes=host_bytes)
 
 
-def _tree(job: Job) -> ModuleNode:
-    """The whole model's modules; built only if the sizes alone do not determine them."""
+def _tree(job: Job, runs: Sequence[RepeatedBlocks] = ()) -> ModuleNode:
+    """The modules of `_shortened`; the model is built only if the sizes alone do not determine them."""
     if job.kind == "gpt":
-        return gpt.tree(_shape(job))
+        return gpt.tree(_shape(job, runs))
     with fake_world.fake_tensors():
-        return tree_of(_built(job))
+        return tree_of(_shortened(job, runs))
 
 
-def _short_tree(job: Job, runs: list[repeats.RepeatedBlocks], kept: list[int]) -> ModuleNode:
-    if job.kind == "gpt":
-        return gpt.tree(replace(_shape(job), layers=kept[0]))
-    with fake_world.fake_tensors():
-        return tree_of(_shortened(job, runs, kept))
-
-
-def _is_cut_alike(
-    job: Job, config: Config, tree: ModuleNode, runs: list[repeats.RepeatedBlocks], kept: list[int]
-) -> bool:
+def _is_cut_alike(job: Job, config: Config, tree: ModuleNode, runs: Sequence[RepeatedBlocks]) -> bool:
     """Whether the shortened model's units are the whole model's, except those of omitted blocks."""
     if config.mode != "fsdp":
         return True
-    short = _short_tree(job, runs, kept)
-    found = {repeats.original_name(fqn, runs, kept)[0] for fqn in _units_of(short, config)}
+    short = _tree(job, runs)
+    found = {repeats.original_name(fqn, runs)[0] for fqn in _units_of(short, config)}
     whole = set(_units_of(tree, config))
-    present = {repeats.original_name(node.fqn, runs, kept)[0] for node in short.walk()}
+    present = {repeats.original_name(node.fqn, runs)[0] for node in short.walk()}
     return found == whole & present
 
 
-def _is_computed_alike(job: Job, config: Config, runs: list[repeats.RepeatedBlocks], lengths: list[list[int]]) -> bool:
+def _is_computed_alike(job: Job, config: Config, runs: Sequence[RepeatedBlocks]) -> bool:
     """Whether forward of all layers, unsharded, holds what is extrapolated from a few. It does not if the code looks at
     a layer's number: every second one recomputed, the first half without a gradient, features of every eighth kept."""
     if job.kind == "gpt":
         return True
-    short, *longer = (_forward(job, config, runs, kept) for kept in lengths)
-    whole = _forward(job, config, runs, [run.length for run in runs])
-    return repeats.whole_step(runs, short, longer) == whole
+    fewest, more = repeats.shortened(runs)
+    short, longer = _forward(job, config, fewest), [_forward(job, config, those) for those in more]
+    return repeats.whole_step(runs, short, longer) == _forward(job, config, runs)
 
 
-def _forward(job: Job, config: Config, runs: list[repeats.RepeatedBlocks], kept: list[int]) -> list[Moment]:
+def _forward(job: Job, config: Config, runs: Sequence[RepeatedBlocks]) -> list[Moment]:
     """The moments of forward and loss, without the runtime."""
     with fake_world.joined(config, job.world_size, job.ranks_per_machine):
-        model = _shortened(job, runs, kept)
+        model = _shortened(job, runs)
         fake_world.keep_in_place(model)
         loss = _loss(job, model)
         blocks = {
@@ -192,8 +165,9 @@ def _units_of(tree: ModuleNode, config: Config) -> list[str]:
     return [unit.fqn for unit in cut(as_trained(tree, compute), config.fsdp, compute).units]
 
 
-def _shape(job: Job) -> gpt.GptShape:
-    return BUILTIN.get(job.spec) or gpt.parse(job.spec.removeprefix("gpt:"))
+def _shape(job: Job, runs: Sequence[RepeatedBlocks] = ()) -> gpt.GptShape:
+    shape = BUILTIN.get(job.spec) or gpt.parse(job.spec.removeprefix("gpt:"))
+    return replace(shape, layers=runs[0].kept) if runs else shape
 
 
 def _built(job: Job) -> nn.Module:
@@ -212,31 +186,28 @@ def _built(job: Job) -> nn.Module:
     return fake_world.with_fake_tensors(model)
 
 
-def _shortened(job: Job, runs: list[repeats.RepeatedBlocks], kept: list[int]) -> nn.Module:
-    """The model with `kept` blocks of each run; all of them if `runs` is empty."""
+def _shortened(job: Job, runs: Sequence[RepeatedBlocks]) -> nn.Module:
+    """The model with the `kept` blocks of each run; all of them if `runs` is empty."""
     if job.kind == "gpt":
-        shape = _shape(job)
-        return gpt_module.GPT(replace(shape, layers=kept[0]) if runs else shape)
+        return gpt_module.GPT(_shape(job, runs))
     model = _built(job)
-    repeats.shorten(model, runs, kept)
+    repeats.shorten(model, runs)
     return model
 
 
-def _step(job: Job, config: Config, runs: list[repeats.RepeatedBlocks], kept: list[int]) -> Step:
+def _step(job: Job, config: Config, runs: Sequence[RepeatedBlocks]) -> Step:
     """One step; repeated if some parameters get no gradient, and so have no optimizer state."""
-    found = _tracked(job, config, runs, kept, ())
-    return _tracked(job, config, runs, kept, found.unused) if found.unused else found
+    found = _tracked(job, config, runs, ())
+    return _tracked(job, config, runs, found.unused) if found.unused else found
 
 
-def _tracked(
-    job: Job, config: Config, runs: list[repeats.RepeatedBlocks], kept: list[int], stateless: tuple[str, ...]
-) -> Step:
+def _tracked(job: Job, config: Config, runs: Sequence[RepeatedBlocks], stateless: tuple[str, ...]) -> Step:
     # Broadcasting rank 0's values and compiling do not change the simulated memory.
     config = config.changed(fsdp={"sync_module_states": False}, shardkit={"compile": False})
     if eight_bits(config):  # needs the device's kernels; memory is that of bf16
         config = config.changed(mixed_precision="bf16")
     with fake_world.joined(config, job.world_size, job.ranks_per_machine) as (process, mesh):
-        model = _shortened(job, runs, kept)
+        model = _shortened(job, runs)
         fake_world.keep_in_place(model)
         loss = _loss(job, model)
         if job.loss == "dropped":
