@@ -10,7 +10,8 @@ from shardkit import values
 from shardkit.checkpoint.files import digest as digests
 from shardkit.checkpoint.files import disk, index_json, layout, paths
 from shardkit.checkpoint.files.layout import ITEM_BYTES, Box, TensorEntry
-from shardkit.checkpoint.files.verify import Checkpoint, Files, damages, section_of
+from shardkit.checkpoint.files.state_json import section_of
+from shardkit.checkpoint.files.verify import Checkpoint, Files, damages
 from shardkit.errors import CheckpointCorrupted
 
 if TYPE_CHECKING:

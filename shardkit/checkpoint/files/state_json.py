@@ -6,10 +6,14 @@
 The values of objects are free; `values.decode` checks them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from shardkit.checkpoint.files.layout import section_name
 from shardkit.errors import CheckpointCorrupted
+
+ItemPlace = Sequence[str | int]
+"""Where a value that may differ between ranks is in common.json: the forms in `_is_place`."""
 
 
 def extra_state(section: str) -> str:
@@ -20,6 +24,30 @@ def extra_state(section: str) -> str:
 def is_extra_state(name: str) -> bool:
     """Whether the state of this name is that of a model."""
     return name.startswith("model") and name.endswith(".extra_state")
+
+
+def section_of(place: ItemPlace) -> str:
+    """The section of the tensors in the value at a place."""
+    return "objects" if place[0] == "objects" else section_name("optim", int(place[1]))
+
+
+def fqn_at(place: ItemPlace) -> str | None:
+    """The parameter to which the value at a place belongs; None if it belongs to none."""
+    return str(place[3]) if len(place) > 3 and place[2] == "plain" else None
+
+
+def label_of(place: ItemPlace) -> str:
+    """What the value at a place is called, as `scheduler.0`, `optim: fqn/key` or `optim.param_groups[0]`."""
+    if place[0] == "objects":
+        return str(place[1])
+    section = section_of(place)
+    match place[2]:
+        case "plain":
+            return f"{section}: {place[3]}/{place[4]}"
+        case "groups":
+            return f"{section}.param_groups[{place[3]}]"
+        case kind:
+            return f"{section}.{kind}.{place[3]}"
 
 
 def common(value: Any, where: str) -> dict[str, Any]:

@@ -77,32 +77,12 @@ class Checkpoint:
     @cached_property
     def apart(self) -> list[str]:
         """Labels of the per-rank state: names of objects, and `optim: */key` for optimizer state of parameters."""
-        return [_label(place) for place in self.common().get("apart", [])]
+        return [state_json.label_of(place) for place in self.common().get("apart", [])]
 
     @cached_property
     def index(self) -> Index:
         """The index of all tensors."""
         return index_json.from_json(self.json("index.json"), self.where("index.json"))
-
-
-def _label(place: list[Any]) -> str:
-    if place[0] == "objects":
-        return str(place[1])
-    section = section_of(place)
-    match place[2]:
-        case "plain":
-            return f"{section}: {place[3]}/{place[4]}"
-        case "groups":
-            return f"{section}.param_groups[{place[3]}]"
-        case kind:
-            return f"{section}.{kind}.{place[3]}"
-
-
-def section_of(place: list[Any]) -> str:
-    """The section of the tensors in the value at a place in common.json."""
-    if place[0] == "objects":
-        return "objects"
-    return layout.section_name("optim", place[1] if place[0] == "optimizers" else 0)
 
 
 def differs(where: str, record: Manifest) -> str:

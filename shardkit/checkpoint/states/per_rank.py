@@ -18,15 +18,13 @@ import torch
 
 from shardkit.checkpoint.files import digest as digests
 from shardkit.checkpoint.files import disk
-from shardkit.checkpoint.files.layout import section_name
+from shardkit.checkpoint.files.state_json import ItemPlace, fqn_at, label_of
 from shardkit.checkpoint.files.verify import Checkpoint
 from shardkit.checkpoint.states import tensors
 from shardkit.checkpoint.states.differences import Difference
-from shardkit.checkpoint.states.state import Captured, Item, fqn_at, put
+from shardkit.checkpoint.states.state import Captured, Item, put
 from shardkit.wording import first_few
 
-ItemPlace = Sequence[str | int]
-"""As `Item.at`."""
 # Larger tensors that should be equal on all ranks are compared by a sample of so many bytes.
 SAMPLE_BYTES = 8 << 10
 
@@ -75,7 +73,7 @@ def differing(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
 def groups_among(places: Iterable[str]) -> list[str]:
     """The names of the param groups whose settings are at one of these places."""
     found = [disk.from_json(text.encode(), "apart") for text in places]
-    return [f"{section_name('optim', at[1])}.param_groups[{at[3]}]" for at in found if at[2:3] == ["groups"]]
+    return [label_of(at) for at in found if at[2:3] == ["groups"]]
 
 
 def keep(captured: Captured, places: Iterable[str]) -> None:

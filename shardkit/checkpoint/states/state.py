@@ -9,7 +9,7 @@ State that may differ between ranks (everything except model tensors and sharded
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from shardkit import values
 from shardkit.checkpoint.files.layout import Index, Kind, Mesh, section_name
-from shardkit.checkpoint.files.state_json import extra_state
+from shardkit.checkpoint.files.state_json import ItemPlace, extra_state, fqn_at, label_of, section_of
 from shardkit.checkpoint.states import optimizers, tensors
 from shardkit.distributed import random_state, xla
 from shardkit.distributed.tensors import (
@@ -235,7 +235,7 @@ def capture(live: Live, kind: Kind, rank: int, world_size: int) -> Captured:
     taken.begin("objects")
     states = taken.extra_states | {name: item.state_dict() for name, item in live.objects.items()}
     for name, value in states.items():
-        taken.add(name, ("objects", name), value, "objects", name, Mesh((1,)))
+        taken.add(("objects", name), value)
     loaders = {name: values.encode(it.state_dict(), name) for name, it in live.loaders.items()}
     found.index.sort()
     seed = live.seed if live.seed is not None else torch.initial_seed()
@@ -287,35 +287,26 @@ class _Capture:
 
     def add_optimizer(self, optimizer: Optimizer, number: int, names: Mapping[int, str]) -> None:
         """Add param groups and other values as JSON, and tensors to the index."""
-        section, everyone, at = section_name("optim", number), Mesh((self.index.world_size,)), ("optimizers", number)
+        section, at = section_name("optim", number), ("optimizers", number)
         found = optimizers.describe(optimizer, names, section)
         self.begin(section)
         groups = [{"params": members, "settings": {}} for members, _ in found.groups]
         whole = {"is_whole": True} if found.is_whole else {}
         self.found.common["optimizers"].append({"groups": groups, "plain": {}, **whole})
         for position, (_, settings) in enumerate(found.groups):
-            label = f"{section}.param_groups[{position}]"
-            self.add(label, (*at, "groups", position, "settings"), settings, section, label, everyone)
+            self.add((*at, "groups", position, "settings"), settings)
         for fqn, row in found.rows.items():
             for key, value in row.items():
-                path, place = f"{fqn}/{key}", (*at, "plain", fqn, str(key))
-                self.add(f"{section}: {path}", place, value, section, path, everyone, fqn not in found.sharded)
+                self.add((*at, "plain", fqn, str(key)), value, fqn not in found.sharded)
         for kind, found_there in (("globals", found.globals), ("extra", found.extra)):
             for key, value in found_there.items():
-                path = f"{section}.{kind}.{key}"
-                self.add(path, (*at, kind, key), value, section, path, everyone)
+                self.add((*at, kind, key), value)
 
-    def add(
-        self,
-        label: str,
-        at: tuple[str | int, ...],
-        value: Any,
-        section: str,
-        path: str,
-        holders: Mesh,
-        is_replicated: bool = False,
-    ) -> None:
+    def add(self, at: tuple[str | int, ...], value: Any, is_replicated: bool = False) -> None:
         """Add a value that may differ between ranks, with its tensors."""
+        section, label = section_of(at), label_of(at)
+        path = label if fqn_at(at) is None else label.removeprefix(f"{section}: ")
+        holders = Mesh((1,)) if section == "objects" else Mesh((self.index.world_size,))
         plain: list[str] = []
 
         def store(name: str, item: Any) -> str | None:
@@ -339,12 +330,7 @@ class _Capture:
             put(self.found.common, at, encoded)
 
 
-def fqn_at(at: Sequence[str | int]) -> str | None:
-    """The parameter to which an item at this place belongs; None if it belongs to none."""
-    return str(at[3]) if len(at) > 3 and at[2] == "plain" else None
-
-
-def put(tree: Any, at: Sequence[str | int], value: Any) -> None:
+def put(tree: Any, at: ItemPlace, value: Any) -> None:
     """Set the value at a place in a tree of dicts and lists. Missing dicts are created."""
     *inner, last = at
     for key in inner:
