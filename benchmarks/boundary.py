@@ -35,7 +35,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(_rank, (ranks, options, Path(folder)), ranks)
             measured = torch.load(Path(folder) / "measured", weights_only=True)
-        ratios = [interleaved.ratio(measured, BESIDE, other) for other in (ASKED, REDUCED)]
+        ratios = interleaved.ratios(measured, BESIDE)
         result[str(ranks)] = interleaved.summary(measured, ratios)
         print(f"{ranks} ranks, one boundary", interleaved.table(measured, ratios, "us"), sep="\n", flush=True)
     if options.output:

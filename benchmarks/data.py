@@ -127,8 +127,8 @@ def compare(samples: int, batches: int, rounds: int, names: list[str]) -> dict[s
 
 
 def _summary(what: str, measured: dict[str, list[float]]) -> dict[str, Any]:
-    ratios = [interleaved.ratio(measured, "shardkit", name) for name in measured if name != "shardkit"]
     unit = MEASURED[what][1]
+    ratios = interleaved.ratios(measured, "shardkit")
     return {**interleaved.summary(measured, ratios), "unit": "MiB" if unit == "MiB" else "s"}
 
 

@@ -75,6 +75,11 @@ def ratio(measured: Mapping[str, Sequence[float]], ours: str, theirs: str) -> Ra
     return Ratio(ours, theirs, statistics.median(pairs), low, high)
 
 
+def ratios(measured: Mapping[str, Sequence[float]], ours: str) -> list[Ratio]:
+    """Ours to everybody else's."""
+    return [ratio(measured, ours, name) for name in measured if name != ours]
+
+
 def surroundings() -> dict[str, Any]:
     """Where and with what: the machine, its load over the last minute before, versions."""
     return {
@@ -99,7 +104,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def table(measured: Mapping[str, Sequence[float]], ratios: Iterable[Ratio], unit: str = "ms") -> str:
+def table(measured: Mapping[str, Sequence[float]], compared: Iterable[Ratio], unit: str = "ms") -> str:
     """Medians with their quartiles, then ratios with their intervals; `unit` is us, ms or s, of values in seconds."""
     factor = {"us": 1e6, "ms": 1000.0, "s": 1.0}[unit]
     lines = []
@@ -108,7 +113,7 @@ def table(measured: Mapping[str, Sequence[float]], ratios: Iterable[Ratio], unit
         lines.append(
             f"  {name:<38}{own.median * factor:9.2f} {unit}   {_range(own.lower * factor, own.upper * factor)}"
         )
-    for one in ratios:
+    for one in compared:
         lines.append(f"  {one.ours} / {one.theirs}: {one.median:.3f}   {_range(one.low, one.high, 3)}")
     return "\n".join(lines)
 
@@ -117,13 +122,13 @@ def _range(low: float, high: float, digits: int = 2) -> str:
     return f"({low:.{digits}f} to {high:.{digits}f})"
 
 
-def summary(measured: Mapping[str, Sequence[float]], ratios: Iterable[Ratio]) -> dict[str, Any]:
+def summary(measured: Mapping[str, Sequence[float]], compared: Iterable[Ratio]) -> dict[str, Any]:
     """What the JSON holds of one comparison: every round in seconds, spreads, ratios."""
     return {
         "unit": "s",
         "rounds": {name: list(values) for name, values in measured.items()},
         "spread": {name: asdict(spread(values)) for name, values in measured.items()},
-        "ratios": [asdict(one) for one in ratios],
+        "ratios": [asdict(one) for one in compared],
     }
 
 

@@ -49,7 +49,7 @@ def _rank(rank: int, options: argparse.Namespace) -> None:
     for count in options.tensors:
         result[str(count)] = {}
         for what, measured in zip(("first", "later"), measure(count, options.rounds, options.limit), strict=True):
-            result[str(count)][what] = interleaved.summary(measured, _ratios(measured))
+            result[str(count)][what] = interleaved.summary(measured, interleaved.ratios(measured, SHARDKIT))
             if rank == 0:
                 _show(count, f"{what} step", measured)
     if rank == 0 and options.output:
@@ -86,12 +86,9 @@ def _parameters(count: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return sharded, plain
 
 
-def _ratios(measured: dict[str, list[float]]) -> list[interleaved.Ratio]:
-    return [interleaved.ratio(measured, SHARDKIT, name) for name in measured if name != SHARDKIT]
-
-
 def _show(count: int, what: str, measured: dict[str, list[float]]) -> None:
-    print(f"{what}, {count:,} tensors", interleaved.table(measured, _ratios(measured)), sep="\n", flush=True)
+    ratios = interleaved.ratios(measured, SHARDKIT)
+    print(f"{what}, {count:,} tensors", interleaved.table(measured, ratios), sep="\n", flush=True)
     print(f"  target: {SHARDKIT} / {KERNELS} at most {TARGET}", flush=True)
 
 

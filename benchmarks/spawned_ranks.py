@@ -33,8 +33,7 @@ def main(what: str, description: str, defaults: Mapping[str, int], measure: Meas
 def _rank(rank: int, what: str, options: argparse.Namespace, measure: Measure) -> None:
     join(rank, options.ranks)
     measured = measure(options)
-    first, *others = measured
-    ratios = [interleaved.ratio(measured, first, name) for name in others]
+    ratios = interleaved.ratios(measured, next(iter(measured)))
     if rank == 0:
         print(what, interleaved.table(measured, ratios), sep="\n", flush=True)
     if rank == 0 and options.output:

@@ -91,8 +91,7 @@ def main() -> None:
     for group in options.group or GROUPS:
         with tempfile.TemporaryDirectory() as name:
             rounds, left_out = measure(group, Path(name), options.rounds)
-        ours, *others = rounds
-        ratios = [interleaved.ratio(rounds, ours, other) for other in others]
+        ratios = interleaved.ratios(rounds, next(iter(rounds)))
         result[group] = {**interleaved.summary(rounds, ratios), "left_out": left_out}
         print(f"{group}\n{interleaved.table(rounds, ratios, 's')}")
         for name, reason in left_out.items():

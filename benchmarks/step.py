@@ -84,15 +84,11 @@ def _configuration(family: str, task: Task, ranks: int) -> str:
     )
 
 
-def _ratios(rounds: dict[str, list[float]]) -> list[interleaved.Ratio]:
-    return [interleaved.ratio(rounds, SHARDKIT, name) for name in rounds if name != SHARDKIT]
-
-
 def summary(measured: dict[str, Any]) -> dict[str, Any]:
     """What the JSON holds of one family."""
     return {
-        "wall": interleaved.summary(measured["wall_s"], _ratios(measured["wall_s"])),
-        "cpu": interleaved.summary(measured["cpu_s"], _ratios(measured["cpu_s"])),
+        "wall": interleaved.summary(measured["wall_s"], interleaved.ratios(measured["wall_s"], SHARDKIT)),
+        "cpu": interleaved.summary(measured["cpu_s"], interleaved.ratios(measured["cpu_s"], SHARDKIT)),
         "left_out": measured["left_out"],
         "targets": {f"{SHARDKIT} / {name}": target for name, target in TARGETS.items()},
     }
@@ -101,7 +97,7 @@ def summary(measured: dict[str, Any]) -> dict[str, Any]:
 def _show(family: str, where: str, measured: dict[str, Any]) -> None:
     for title, rounds in (("seconds", measured["wall_s"]), ("CPU", measured["cpu_s"])):
         print(f"{family.upper()}, {where}, a step, {title}")
-        print(interleaved.table(rounds, _ratios(rounds)))
+        print(interleaved.table(rounds, interleaved.ratios(rounds, SHARDKIT)))
     for name, reason in measured["left_out"].items():
         print(f"  {name}: left out; {reason}")
     if family == "fsdp":

@@ -40,7 +40,7 @@ def main() -> None:
     if "shardkit" in left_out:
         raise SystemExit(f"wizard: shardkit: {left_out['shardkit']}")
     times = interleaved.measure({name: actions[name] for name in actions if name not in left_out}, options.rounds)
-    ratios = [interleaved.ratio(times, "shardkit", name) for name in times if name != "shardkit"]
+    ratios = interleaved.ratios(times, "shardkit")
     print(f"{interleaved.table(times, ratios, 's')}\n  target: at most {TARGET}")
     for name, reason in left_out.items():
         print(f"  {name}: left out; {reason}")
