@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import interleaved
-from benchmarks.contestants import Unavailable
+from benchmarks.contestants import Unavailable, accelerate_here
 from shardkit.checkpoint.files.layout import Kind
 from shardkit.checkpoint.loading import read
 from shardkit.checkpoint.saving import write
@@ -170,7 +170,7 @@ def fsdp_actions(layers: int, folder: Path) -> tuple[Actions, dict[str, str]]:
 def ddp_actions(layers: int, folder: Path) -> tuple[Actions, dict[str, str]]:
     """Saves and loads of a state that every rank has whole, and who is left out, with reasons. Collective."""
     try:
-        peer = _accelerate()
+        peer = accelerate_here(cpu=True)
     except Unavailable as reason:
         model = nn.parallel.DistributedDataParallel(_model(layers))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -192,17 +192,6 @@ def ddp_actions(layers: int, folder: Path) -> tuple[Actions, dict[str, str]]:
         "async save": _async_save(live, folder / "async save", agreed),
     }
     return {**ours, **theirs}, left_out
-
-
-def _accelerate() -> Any:
-    try:
-        from accelerate import Accelerator
-    except ImportError as reason:
-        raise Unavailable(f"accelerate cannot be imported ({reason})") from reason
-    accelerator = Accelerator(cpu=True)
-    if accelerator.num_processes != dist.get_world_size():
-        raise Unavailable(f"accelerate sees {accelerator.num_processes} processes, not {dist.get_world_size()}")
-    return accelerator
 
 
 def _save(live: Live, kind: Kind, final: Path, agreed: ControlGroup) -> None:

@@ -100,26 +100,24 @@ def with_shardkit(task: Task) -> Loop:
     """shardkit, with the mode that the launched configuration names and an optimizer as torch makes it."""
     from shardkit import Accelerator
 
-    accelerator = Accelerator()
-    model = task.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    loader = DataLoader(task.dataset(), task.batch, shuffle=True)
-    return _accelerated(accelerator, *accelerator.prepare(model, optimizer, loader))
+    return _accelerated(Accelerator(), task)
 
 
 def with_accelerate_ddp(task: Task) -> Loop:
     """accelerate, in data parallel."""
+    return _accelerated(accelerate_here(cpu=task.device == "cpu"), task)
+
+
+def accelerate_here(cpu: bool) -> Any:
+    """accelerate's Accelerator, on all ranks."""
     try:
         from accelerate import Accelerator
     except ImportError as reason:
         raise Unavailable(f"accelerate cannot be imported ({reason})") from reason
-    accelerator = Accelerator(cpu=task.device == "cpu")
+    accelerator = Accelerator(cpu=cpu)
     if accelerator.num_processes != dist.get_world_size():
         raise Unavailable(f"accelerate sees {accelerator.num_processes} processes, not {dist.get_world_size()}")
-    model = task.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    loader = DataLoader(task.dataset(), task.batch, shuffle=True)
-    return _accelerated(accelerator, *accelerator.prepare(model, optimizer, loader))
+    return accelerator
 
 
 def with_accelerate_fsdp(task: Task) -> Loop:
@@ -136,15 +134,15 @@ def with_accelerate_fsdp(task: Task) -> Loop:
         transformer_cls_names_to_wrap=["Block"],
         reshard_after_forward=True,
     )
-    accelerator = Accelerator(fsdp_plugin=plugin)
+    return _accelerated(Accelerator(fsdp_plugin=plugin), task)
+
+
+def _accelerated(accelerator: Any, task: Task) -> Loop:
+    """The loop that both Accelerators have in their documentation."""
     model = task.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     loader = DataLoader(task.dataset(), task.batch, shuffle=True)
-    return _accelerated(accelerator, *accelerator.prepare(model, optimizer, loader))
-
-
-def _accelerated(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any) -> Loop:
-    """The loop that both Accelerators have in their documentation."""
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     source = batches(loader)
 
     def train(steps: int) -> None:
