@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -50,9 +50,10 @@ from shardkit.distributed import control
 from shardkit.distributed.control import ControlGroup
 
 Actions = dict[str, Callable[[], Any]]
+Compared = list[tuple[str, str, float | None]]
+"""Of a family: ours, the other, and what the project promises of the ratio (None: nothing)."""
 
-# What is compared, by family: ours, the other, and what the project promises of the ratio (None: nothing).
-COMPARED: dict[str, list[tuple[str, str, float | None]]] = {
+COMPARED: dict[str, Compared] = {
     "fsdp": [
         ("sharded save", "DCP save", 1.25),
         ("full save", "gather to rank 0 save", 0.35),
@@ -73,29 +74,50 @@ EXTRA_MEMORY_MIB = 64
 
 def main() -> None:
     """Measure, print tables, write JSON where it is asked for."""
-    options = options_of(__doc__, COMPARED, layers=80)
-    result = {**interleaved.surroundings(), "ranks": options.ranks, "layers": options.layers}
-    for family in options.family or COMPARED:
-        with tempfile.TemporaryDirectory(dir=options.folder) as name:
-            arguments = (family, options.ranks, options.layers, options.rounds, Path(name), interleaved.free_port())
-            multiprocessing.spawn(measure, arguments, nprocs=options.ranks)
-            measured = json.loads((Path(name) / "result.json").read_text())
-        result[family] = summary(family, measured)
-        _show(family, measured)
-    if options.output:
-        interleaved.write(options.output, result)
+    run(__doc__, list(COMPARED), 80, measure)
 
 
-def options_of(doc: str, families: Iterable[str], layers: int) -> argparse.Namespace:
-    """The options of a benchmark of checkpoints, with so many layers by default."""
+def run(doc: str, families: list[str], layers: int, measured: Callable[..., dict[str, Any]]) -> None:
+    """A benchmark of checkpoints, with so many layers by default. `measured(family, ranks, layers, rounds, folder)` is
+    what the JSON holds of one family."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--layers", type=int, default=layers)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--family", action="append", choices=list(families), help="repeatable; by default all")
+    parser.add_argument("--family", action="append", choices=families, help="repeatable; by default all")
     parser.add_argument("--folder", type=Path, help="where to write; by default a temporary folder")
     parser.add_argument("--output", type=interleaved.writable)
-    return parser.parse_args()
+    options = parser.parse_args()
+    result = {**interleaved.surroundings(), "ranks": options.ranks, "layers": options.layers}
+    for family in options.family or families:
+        with tempfile.TemporaryDirectory(dir=options.folder) as name:
+            result[family] = measured(family, options.ranks, options.layers, options.rounds, Path(name))
+        _show(family, result[family])
+    if options.output:
+        interleaved.write(options.output, result)
+
+
+def _show(family: str, found: dict[str, Any]) -> None:
+    ratios = [interleaved.Ratio(**one) for one in found["ratios"]]
+    print(f"{family.upper()}\n{interleaved.table(found['rounds'], ratios, 's')}")
+    print(f"  targets: {', '.join(f'{pair} at most {target}' for pair, target in found['targets'].items())}")
+    for name, mib in found["extra_mib"].items():
+        print(f"  extra memory of rank 0, {name}: {mib:.0f} MiB (target of ours: at most {found['extra_mib_target']})")
+    for name, reason in found.get("left_out", {}).items():
+        print(f"  {name}: left out; {reason}")
+
+
+def summary(
+    compared: Compared, wall_s: dict[str, list[float]], extra_mib: dict[str, float], most: int
+) -> dict[str, Any]:
+    """What the JSON holds of one family; `most`: extra MiB that ours may take."""
+    ratios = [interleaved.ratio(wall_s, ours, other) for ours, other, _ in compared if other in wall_s]
+    return {
+        **interleaved.summary(wall_s, ratios),
+        "targets": {f"{ours} / {other}": target for ours, other, target in compared if target is not None},
+        "extra_mib": extra_mib,
+        "extra_mib_target": most,
+    }
 
 
 @contextmanager
@@ -109,7 +131,16 @@ def group(rank: int, ranks: int, port: int) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def measure(rank: int, family: str, ranks: int, layers: int, rounds: int, folder: Path, port: int) -> None:
+def measure(family: str, ranks: int, layers: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """Saves and loads in turn, all in the same ranks; what the JSON holds of one family."""
+    arguments = (family, ranks, layers, rounds, folder, interleaved.free_port())
+    multiprocessing.spawn(_rank, arguments, nprocs=ranks)
+    found = json.loads((folder / "result.json").read_text())
+    lean = {name: statistics.median(found["extra_mib"][name]) for name in LEAN if name in found["extra_mib"]}
+    return {**summary(COMPARED[family], found["wall_s"], lean, EXTRA_MEMORY_MIB), "left_out": found["left_out"]}
+
+
+def _rank(rank: int, family: str, ranks: int, layers: int, rounds: int, folder: Path, port: int) -> None:
     """One rank of the measurement; rank 0 leaves seconds and extra MiB, by what was done and round, in result.json."""
     with group(rank, ranks, port):
         actions, left_out = {"fsdp": fsdp_actions, "ddp": ddp_actions}[family](layers, folder)
@@ -269,35 +300,6 @@ def _anonymous_mib() -> float:
         if line.startswith("RssAnon"):
             return int(line.split()[1]) / 1024
     return 0.0
-
-
-def _ratios(family: str, wall_s: dict[str, list[float]]) -> list[interleaved.Ratio]:
-    return [interleaved.ratio(wall_s, ours, other) for ours, other, _ in COMPARED[family] if other in wall_s]
-
-
-def _lean(measured: dict[str, Any]) -> dict[str, float]:
-    return {name: statistics.median(measured["extra_mib"][name]) for name in LEAN if name in measured["extra_mib"]}
-
-
-def summary(family: str, measured: dict[str, Any]) -> dict[str, Any]:
-    """What the JSON holds of one family."""
-    return {
-        **interleaved.summary(measured["wall_s"], _ratios(family, measured["wall_s"])),
-        "targets": {f"{ours} / {other}": target for ours, other, target in COMPARED[family] if target is not None},
-        "extra_mib": _lean(measured),
-        "extra_mib_target": EXTRA_MEMORY_MIB,
-        "left_out": measured["left_out"],
-    }
-
-
-def _show(family: str, measured: dict[str, Any]) -> None:
-    print(f"{family.upper()}\n{interleaved.table(measured['wall_s'], _ratios(family, measured['wall_s']), 's')}")
-    targets = [f"{ours} / {other} at most {target}" for ours, other, target in COMPARED[family] if target is not None]
-    print(f"  targets: {', '.join(targets)}")
-    for name, mib in _lean(measured).items():
-        print(f"  extra memory of rank 0 in a {name}: {mib:.0f} MiB (target: at most {EXTRA_MEMORY_MIB})")
-    for name, reason in measured["left_out"].items():
-        print(f"  {name}: left out; {reason}")
 
 
 if __name__ == "__main__":

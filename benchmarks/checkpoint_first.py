@@ -15,7 +15,6 @@ Extra memory is rank 0's anonymous memory at its peak, less what it was before a
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -32,14 +31,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import interleaved
-from benchmarks.checkpoint import WIDTH, group, options_of, peak_of
+from benchmarks.checkpoint import WIDTH, Compared, group, peak_of, run, summary
 from shardkit.checkpoint.loading import read
 from shardkit.checkpoint.saving import write
 from shardkit.checkpoint.states.state import Live
 from shardkit.distributed import control
 
-# Ours, the other, and what the project promises of the ratio (None: nothing).
-COMPARED: dict[str, list[tuple[str, str, float | None]]] = {
+COMPARED: dict[str, Compared] = {
     "sharded": [("shardkit load", "DCP load", 1.2)],
     "full": [
         ("shardkit load", "torch.load load", None),
@@ -54,14 +52,7 @@ EXTRA_MEMORY_MIB = 256
 
 def main() -> None:
     """Measure, print tables, write JSON where it is asked for."""
-    options = options_of(__doc__, COMPARED, layers=240)
-    result = {**interleaved.surroundings(), "ranks": options.ranks, "layers": options.layers}
-    for family in options.family or COMPARED:
-        with tempfile.TemporaryDirectory(dir=options.folder) as name:
-            result[family] = measure(family, options.ranks, options.layers, options.rounds, Path(name))
-        _show(family, result[family])
-    if options.output:
-        interleaved.write(options.output, result)
+    run(__doc__, list(COMPARED), 240, measure)
 
 
 def measure(family: str, ranks: int, layers: int, rounds: int, folder: Path) -> dict[str, Any]:
@@ -78,13 +69,8 @@ def measure(family: str, ranks: int, layers: int, rounds: int, folder: Path) -> 
 
     names = dict.fromkeys(name for pair in COMPARED[family] for name in pair[:2])
     wall_s = interleaved.measure({name: partial(timed, name) for name in names}, rounds)
-    ratios = [interleaved.ratio(wall_s, ours, other) for ours, other, _ in COMPARED[family]]
-    return {
-        **interleaved.summary(wall_s, ratios),
-        "targets": {f"{ours} / {other}": target for ours, other, target in COMPARED[family] if target is not None},
-        "extra_mib": {name: max(values) for name, values in extra_mib.items()},
-        "extra_mib_target": EXTRA_MEMORY_MIB,
-    }
+    most = {name: max(values) for name, values in extra_mib.items()}
+    return summary(COMPARED[family], wall_s, most, EXTRA_MEMORY_MIB)
 
 
 def _in_fresh_ranks(function: Callable[..., None], ranks: int, *arguments: Any) -> None:
@@ -201,14 +187,6 @@ def _load_bare(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path)
 
 
 LOADS = {"shardkit": _load_ours, "DCP": _load_dcp, "torch.load": _load_torch, "mmap": _load_mapped, "bare": _load_bare}
-
-
-def _show(family: str, found: dict[str, Any]) -> None:
-    ratios = [interleaved.Ratio(**one) for one in found["ratios"]]
-    print(f"{family.upper()}\n{interleaved.table(found['rounds'], ratios, 's')}")
-    print(f"  targets: {', '.join(f'{pair} at most {target}' for pair, target in found['targets'].items())}")
-    for name, mib in found["extra_mib"].items():
-        print(f"  extra memory of rank 0, {name}: {mib:.0f} MiB (target of ours: at most {EXTRA_MEMORY_MIB})")
 
 
 if __name__ == "__main__":
