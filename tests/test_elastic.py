@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
@@ -96,7 +97,7 @@ def test_a_range_that_is_none_is_refused(machines, least, words):
 
 def test_a_launch_in_a_smaller_world_knows_the_full_one_and_keeps_the_batch(monkeypatch):
     chosen = {"num_machines": "shardkit.yaml:3:1", "use_cpu": "shardkit.yaml:1:1"}
-    spec = launch_spec(config("  gradient_accumulation_steps: 3\n"), "train.py", chosen=chosen)
+    spec = replace(launch_spec(config("  gradient_accumulation_steps: 3\n"), "train.py"), chosen=chosen)
     members = (Member(0, 0, "a"), Member(7, 3, "b"))
     generation = Generation(2, members, (Member(4, 2, "c"),), "auto", "machine 1 (d): lost")
     assert membership.generation_from(generation.as_json()) == generation
@@ -132,7 +133,7 @@ def test_micro_batches_make_up_for_missing_ranks(monkeypatch, full, steps, kept)
 def test_a_machine_without_a_number_is_not_machine_0_by_a_name_that_nobody_knows():
     """As long as DNS has no entry for machine 0, no other takes its place."""
     text = "use_cpu: true\nnum_machines: 2\nnum_processes: 2\nmain_process_ip: no-such-name.invalid\n"
-    spec = launch_spec(files.read_text(text).config, "train.py", has_number=False)
+    spec = replace(launch_spec(files.read_text(text).config, "train.py"), has_number=False)
     assert generations.hosted_here(spec) is None
 
 

@@ -1289,7 +1289,8 @@ def test_launches_that_share_a_log_folder_keep_their_own_configuration(tmp_path)
     read = {}
     for precision in ("no", "bf16"):
         (own := tmp_path / precision).mkdir()
-        spec = launch_spec(Config(mixed_precision=precision), "train.py", chosen={"mixed_precision": precision})
+        spec = launch_spec(Config(mixed_precision=precision), "train.py")
+        spec = replace(spec, chosen={"mixed_precision": precision})
         read[precision] = Path(attempts.run_variables(spec, tmp_path, own)[env.RESOLVED])
     for precision, path in read.items():
         assert files.read(path).config.mixed_precision == precision

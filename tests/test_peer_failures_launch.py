@@ -119,6 +119,6 @@ def test_the_strategy_that_was_chosen_is_the_one_that_runs():
     from shardkit.config.files import read_text
 
     text = EIGHT_GPUS.replace("fsdp_version: 2", "fsdp_version: 1\n  fsdp_sharding_strategy: SHARD_GRAD_OP")
-    variables = rank_variables(read_text(text).config, "cuda", 8, 8, False, {})
+    variables = rank_variables(read_text(text).config, "cuda", 8, 8, {})
     assert variables["FSDP_SHARDING_STRATEGY"] == "SHARD_GRAD_OP"
     assert variables["FSDP_RESHARD_AFTER_FORWARD"] == "SHARD_GRAD_OP"

@@ -50,13 +50,15 @@ def start(asked: Asked) -> None:
         is_module=asked.is_module,
         config_name=str(loaded.path) if loaded.path else "defaults for this machine",
         cores=machine.cores,
-        has_prefix=not switches.no_prefix,
-        measure=switches.measure,
         variables=env.copy(),
-        chosen=loaded.chosen,
-        more_variables=_compat_variables(switches),
-        has_number=declining.has_number(loaded),
+        more_variables=_variables(switches),
         kind=machine.kind,
+    )
+    launched = replace(
+        launched,
+        has_prefix=launched.has_prefix and not switches.no_prefix,
+        chosen=loaded.chosen,
+        has_number=declining.has_number(loaded),
     )
     if asked.dry_run:
         is_elastic = launched.launch.min_machines is not None
@@ -180,6 +182,20 @@ def _other_file() -> str | None:
     return f"note: no shardkit.yaml was found; to use Accelerate's file, add --config {found}" if found else None
 
 
+def _variables(switches: Switches) -> dict[str, str]:
+    """The environment variables that make ranks measure, and those that make them replace accelerate."""
+    measure = {names.MEASURE: "1"} if switches.measure else {}
+    if not switches.as_accelerate:
+        return measure
+    from shardkit.compat import differences
+
+    return {
+        **measure,
+        names.AROUND_SCRIPT: "shardkit.compat.startup",
+        **({differences.VARIABLE: ",".join(switches.meaning)} if switches.meaning else {}),
+    }
+
+
 # ---- scripts that were written for Accelerate ----
 
 
@@ -215,18 +231,6 @@ def problems_of_compat(command: str, switches: Switches, check: bool = False) ->
         known = ", ".join(differences.choices())
         problems.append(f"{command}: --accelerates-meaning: unknown value (got {', '.join(unknown)}); use {known}.")
     return problems
-
-
-def _compat_variables(switches: Switches) -> dict[str, str]:
-    """The environment variables that make ranks replace accelerate."""
-    if not switches.as_accelerate:
-        return {}
-    from shardkit.compat import differences
-
-    return {
-        names.AROUND_SCRIPT: "shardkit.compat.startup",
-        **({differences.VARIABLE: ",".join(switches.meaning)} if switches.meaning else {}),
-    }
 
 
 def _notes_on_script(asked: Asked, config: Config) -> list[str]:

@@ -73,13 +73,12 @@ def together(config: Config, config_name: str, folder: Path, here: Machine, own:
                 str(Path(ranks_files.__file__).with_name("ranks.py")),
                 config_name=config_name,
                 cores=here.cores,
-                has_prefix=False,
                 variables=env.copy(),
                 more_variables={ranks_files.FOLDER: str(folder)},
                 kind=here.kind,
             )
             (logs / ranks_files.OWN).write_text(json.dumps(as_json(own)))
-            attempts.run(launched)
+            attempts.run(replace(launched, has_prefix=False))
             result: dict[str, Any] = json.loads((logs / ranks_files.RESULT).read_text())
     except ShardkitError as error:
         failed = Finding("ranks", str(error).removeprefix("launch: ").replace("\nlaunch: ", "\n"), Level.ERROR)

@@ -11,7 +11,7 @@ from shardkit.launch import names
 
 
 def rank_variables(
-    config: Config, device: str, ranks_here: int, cores: int, measure: bool, inherited: Mapping[str, str]
+    config: Config, device: str, ranks_here: int, cores: int, inherited: Mapping[str, str]
 ) -> dict[str, str]:
     """The variables set for the ranks, in addition to the `inherited` ones."""
     variables = {
@@ -28,8 +28,6 @@ def rank_variables(
         variables |= tpu_variables(config) | xla.variables(config, inherited)
     if config.debug:
         variables["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-    if measure:
-        variables[names.MEASURE] = "1"
     return variables | accelerate_variables(config, device)
 
 

@@ -61,6 +61,7 @@ class LaunchSpec:
     config: Config
     has_prefix: bool = True
     chosen: dict[str, str] = field(default_factory=dict)
+    """The sources of the settings that the user chose."""
     has_number: bool = True
     """Whether somebody gave this machine its number; else an elastic run gives it one that is free."""
 
@@ -94,17 +95,12 @@ def launch_spec(
     is_module: bool = False,
     config_name: str = "defaults",
     cores: int = 1,
-    has_prefix: bool = True,
-    measure: bool = False,
     variables: dict[str, str] | None = None,
-    chosen: dict[str, str] | None = None,
     more_variables: Mapping[str, str] | None = None,
-    has_number: bool = True,
     kind: str = "cuda",
 ) -> LaunchSpec:
-    """The launch of a valid configuration. `variables`: those that the ranks would inherit; `chosen`: the sources of
-    the settings that the user chose; `more_variables`: those that the command sets for the ranks; `has_number`: whether
-    this machine's number was given; `kind`: that of this machine's accelerators."""
+    """The launch of a valid configuration. `variables`: those that the ranks would inherit; `more_variables`: those
+    that the command sets for the ranks; `kind`: that of this machine's accelerators."""
     device = device_of(config)
     world_size = world_size_of(config)
     ranks_here = world_size // config.num_machines
@@ -124,13 +120,11 @@ def launch_spec(
         mixed_precision=config.mixed_precision,
         launch=config.shardkit.launch,
         environment={
-            **rank_variables(config, device, ranks_here, cores, measure, variables or {}),
+            **rank_variables(config, device, ranks_here, cores, variables or {}),
             **(more_variables or {}),
         },
         config=config,
-        has_prefix=has_prefix and world_size > 1,
-        chosen=chosen or {},
-        has_number=has_number,
+        has_prefix=world_size > 1,
     )
 
 
