@@ -51,31 +51,33 @@ def completion(
 
 def _commands() -> dict[tuple[str, ...], list[str]]:
     """{(verb,) or (verb, command): commands and flags that may follow}."""
-    from shardkit.cli.main import VERBS
-
     found: dict[tuple[str, ...], list[str]] = {}
-    for verb in VERBS:
-        command: Any = typer.main.get_command(import_module(f"shardkit.cli.{verb}").app)
+    verbs = _of_verbs()
+    for verb, command in verbs.items():
         inner = getattr(command, "commands", {})
         for name, one in inner.items():
             found[verb, name] = _flags(one)
         found[verb,] = [*inner, *_flags(command)]
     found["completion",] += SHELLS
-    found["help",] = list(VERBS)
+    found["help",] = list(verbs)
     return found
 
 
 def _with_any_value() -> Iterator[tuple[str, str]]:
     """(verb, flag) of the flags that take any value, for which the shell offers files."""
-    from shardkit.cli.main import VERBS
-
     known = _values()
-    for verb in VERBS:
-        command: Any = typer.main.get_command(import_module(f"shardkit.cli.{verb}").app)
+    for verb, command in _of_verbs().items():
         for one in (command, *getattr(command, "commands", {}).values()):
             options = (option for option in one.params if not getattr(option, "is_flag", False))
             flags = (name for option in options for name in option.opts if name.startswith("-"))
             yield from ((verb, flag) for flag in flags if known.keys().isdisjoint({(verb, flag), ("*", flag)}))
+
+
+def _of_verbs() -> dict[str, Any]:
+    """{verb: its command}."""
+    from shardkit.cli.main import VERBS
+
+    return {verb: typer.main.get_command(import_module(f"shardkit.cli.{verb}").app) for verb in VERBS}
 
 
 def _flags(command: Any) -> list[str]:
