@@ -4,7 +4,7 @@ from typing import Any
 
 from shardkit.config.accelerate_keys import INSTEAD
 from shardkit.config.descriptions import text_of
-from shardkit.config.keys import SYNONYMS, Key, Path, all_keys, sections
+from shardkit.config.keys import SYNONYMS, Key, Path, all_keys, sections, yaml_paths
 from shardkit.config.schema import Config, FsdpConfig, Section, ShardingStrategy
 from shardkit.config.validation import choices_of
 
@@ -36,9 +36,8 @@ def _block(path: Path, section: type[Section]) -> dict[str, Any]:
     for name, field in section.model_fields.items():
         below = (*path, name)
         inner = below in sections()
-        written = sections()[below][-1] if inner else all_keys()[below].yaml_path[-1]
         rule = _optional_block(below, type(field.get_default())) if inner else _setting(all_keys()[below])
-        properties[written] = rule | {"description": text_of(section, name)}
+        properties[yaml_paths()[below][-1]] = rule | {"description": text_of(section, name)}
     if section is FsdpConfig:
         properties |= _other_spellings(properties) | _described(_TRANSLATED_OF_FSDP)
     return {"type": "object", "additionalProperties": False, "properties": properties}

@@ -73,10 +73,16 @@ def sections() -> dict[Path, Path]:
 
 
 @cache
+def yaml_paths() -> dict[Path, Path]:
+    """Every setting and every block: its path in Python -> in the YAML."""
+    return {**sections(), **{key.path: key.yaml_path for key in all_keys().values()}}
+
+
+@cache
 def names_in(section: Path) -> dict[str, Path]:
     """Names inside a block, in any spelling -> the path in Python of the setting or block."""
     found: dict[str, Path] = {}
-    for path, yaml_path in [*sections().items(), *((key.path, key.yaml_path) for key in all_keys().values())]:
+    for path, yaml_path in yaml_paths().items():
         if path[:-1] == section:
             found |= {yaml_path[-1]: path, path[-1]: path}
     block = ".".join(sections().get(section, ()))
@@ -171,13 +177,12 @@ def nearest(value: Any, choices: Iterable[str]) -> str:
 
 def _spelling_near(near: str, name: str, section: Path) -> str:
     path = names_in(section)[near]
-    written = all_keys()[path].yaml_path[-1] if path in all_keys() else sections()[path][-1]
+    written = yaml_paths()[path][-1]
     return near if near == path[-1] and not name.startswith(written[:4]) else written
 
 
 def _written(section: Path) -> list[str]:
-    here = set(names_in(section).values())
-    return [all_keys()[path].yaml_path[-1] if path in all_keys() else sections()[path][-1] for path in sorted(here)]
+    return [yaml_paths()[path][-1] for path in sorted(set(names_in(section).values()))]
 
 
 def _walk(section: type[Section], path: Path, yaml_path: Path) -> Iterable[Key]:

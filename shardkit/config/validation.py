@@ -200,7 +200,7 @@ def choices_of(field: FieldInfo) -> list[str]:
 
 def _words(detail: Any, key: Key, value: Any) -> str:
     """The text of what is wrong with a value, and what to do."""
-    got = f"(got {shortened(value.value if isinstance(value, Enum) else value)!r})"
+    got = f"(got {shortened(value)!r})"
     limit = detail.get("ctx", {})
     refused = REFUSED_VALUES.get(key.path, {})
     special = next((text for name, text in refused.items() if name.upper() == str(value).strip().upper()), None)

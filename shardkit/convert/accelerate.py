@@ -78,9 +78,7 @@ def _stands_at(entry: SettingEntry, node: yaml.Node) -> bool:
 
 
 def _is_same(path: Path, entry: SettingEntry, key: str, config: Config) -> bool:
-    if path not in all_keys() or path == ("fsdp", "reshard_after_forward"):
-        return False
-    if key != all_keys()[path].yaml_name:
+    if path == ("fsdp", "reshard_after_forward") or key != all_keys()[path].yaml_name:
         return False
     now = value_at(config, path)
     return entry.value is None or _plain(entry.value) == _plain(getattr(now, "value", now))
