@@ -74,11 +74,7 @@ def estimate(
     kept = known_activations(tree, config, facts, batch_size, seq_len, loss)
     walk = _walk_ddp if plan.axes.mode != "fsdp" else _walk_fsdp
     timeline = tuple(walk(plan, config, kept or Activations()))
-    host = Memory()
-    if keeps_shards_on_host(config):
-        timeline, host = offload(timeline, never_offloaded(plan), plan.in_step.made)
-    if offloads_state(config):
-        timeline, host = offload_state(timeline, plan.state_in_step + plan.in_step.made)
+    timeline, host = offloaded(timeline, plan, config)
     if keeps_on_host(config) and kept:
         host = replace(host, activations=sum(_saved_bytes(unit, config, kept) for unit in [*plan.units, plan.root]))
     top = max(timeline, key=lambda moment: moment.memory.total)
@@ -121,7 +117,16 @@ def keeps_shards_on_host(config: Config) -> bool:
     return config.fsdp.offload_params and config.mode == "fsdp" and not config.use_cpu
 
 
-def never_offloaded(plan: ShardedSizes) -> Memory:
+def offloaded(timeline: tuple[Moment, ...], plan: ShardedSizes, config: Config) -> tuple[tuple[Moment, ...], Memory]:
+    """The device's timeline without what the configuration keeps in host memory, and that memory."""
+    if keeps_shards_on_host(config):
+        return _offload(timeline, _never_offloaded(plan), plan.in_step.made)
+    if offloads_state(config):
+        return _offload_state(timeline, plan.state_in_step + plan.in_step.made)
+    return timeline, Memory()
+
+
+def _never_offloaded(plan: ShardedSizes) -> Memory:
     """What stays on the device when the shards are offloaded: replicated parameters (of ignored modules, which
     `sharding/fsdp/shard_model.py` moves there), with their gradients and optimizer state, buffers
     (`_move_states_to_device` of fully_shard), and Adafactor's rows and columns (`optim/whole_step.py` steps there)."""
@@ -133,7 +138,7 @@ def never_offloaded(plan: ShardedSizes) -> Memory:
     )
 
 
-def offload(timeline: tuple[Moment, ...], stays: Memory, in_step: int) -> tuple[tuple[Moment, ...], Memory]:
+def _offload(timeline: tuple[Moment, ...], stays: Memory, in_step: int) -> tuple[tuple[Moment, ...], Memory]:
     """The device's timeline with what `stays` of the persistent memory, and the rest of it, the shards, in host memory,
     where the optimizer runs, except for what it makes on the device `in_step`."""
 
@@ -153,7 +158,7 @@ def offload(timeline: tuple[Moment, ...], stays: Memory, in_step: int) -> tuple[
     return tuple(replace(moment, memory=on_device(moment)) for moment in timeline), host
 
 
-def offload_state(timeline: tuple[Moment, ...], in_step: int) -> tuple[tuple[Moment, ...], Memory]:
+def _offload_state(timeline: tuple[Moment, ...], in_step: int) -> tuple[tuple[Moment, ...], Memory]:
     """The device's timeline with the optimizer's state in host memory between steps, and that memory. `in_step`: what
     the optimizer has on the device at most while it steps."""
 

@@ -11,14 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardkit.config.meaning import offloads_state
 from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.errors import ModelError, ShardkitError, UsageError
 from shardkit.model import child
 from shardkit.model.sources import kind_of
 from shardkit.plan import repeats
 from shardkit.plan.answer import PlanRequest, Row, fits, row
-from shardkit.plan.closed_form import keeps_shards_on_host, never_offloaded, offload, offload_state
+from shardkit.plan.closed_form import keeps_shards_on_host, offloaded
 from shardkit.plan.rank_memory import Memory, Moment, RankMemory
 from shardkit.plan.unit_sizes import layout
 
@@ -161,17 +160,12 @@ def _not_trained(spec: str, answer: dict[str, Any], folder: Path) -> str:
 
 
 def _simulation(request: PlanRequest, config: Config, step: dict[str, Any]) -> Simulation:
-    timeline = tuple(Moment(phase, unit, Memory(*numbers)) for phase, unit, numbers in step["moments"])
-    host = Memory()
+    moments = tuple(Moment(phase, unit, Memory(*numbers)) for phase, unit, numbers in step["moments"])
     world = request.world_size, request.ranks_per_machine
-    if keeps_shards_on_host(config):
-        sizes = layout(request.description.tree, config, *world, request.optimizer, request.ema)
-        timeline, host = offload(timeline, never_offloaded(sizes), sizes.in_step.made)
-        if not sizes.in_step.made:
-            timeline = tuple(moment for moment in timeline if moment.phase != "optimizer")  # it runs on the host
-    if offloads_state(config):
-        sizes = layout(request.description.tree, config, *world, request.optimizer, request.ema)
-        timeline, host = offload_state(timeline, sizes.state_in_step + sizes.in_step.made)
+    sizes = layout(request.description.tree, config, *world, request.optimizer, request.ema)
+    timeline, host = offloaded(moments, sizes, config)
+    if keeps_shards_on_host(config) and not sizes.in_step.made:
+        timeline = tuple(moment for moment in timeline if moment.phase != "optimizer")  # it runs on the host
     host = replace(host, activations=step["host_bytes"])
     top = max(timeline, key=lambda moment: moment.memory.total)
     reserved = {} if host.parameters or host.optimizer_state else step["reserved"] or {}
