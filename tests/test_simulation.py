@@ -375,9 +375,9 @@ def test_parameters_and_optimizer_state_outlive_the_step(monkeypatch):
     monkeypatch.setattr(worker, "_reserved", trackers.append)
     simulated(request(TINY, 1), is_exact=True)
     (tracker,) = trackers
-    before = {event.number for event, _ in tracker.before}
+    before = {event.number for event, _ in tracker.recording.before}
     assert len(before) > 20
-    assert not before & {event.number for event in tracker.events}
+    assert not before & {event.number for event in tracker.recording.events}
 
 
 @pytest.mark.requirement("U6")

@@ -30,6 +30,47 @@ class Event:
     stream: str = "compute"
 
 
+@dataclass
+class Recording:
+    """Allocations and frees of one step, by the keys of their storages. `before`: the allocations that the step found,
+    and whether each is optimizer state; `optimizer_at`: index of the event at which the optimizer starts."""
+
+    events: list[Event] = field(default_factory=list)
+    before: list[tuple[Event, bool]] = field(default_factory=list)
+    optimizer_at: int = 0
+    is_over: bool = False
+    """Frees after the step are not recorded: they come from deleting model and optimizer."""
+    _numbers: dict[int, int] = field(default_factory=dict)
+    _places: dict[int, int] = field(default_factory=dict)
+    _serial: int = 0
+
+    def restart(self, alive: Iterable[tuple[int, int, bool]]) -> None:
+        """A step begins, with these storages alive: (key, bytes, whether it is optimizer state)."""
+        found = sorted((self._numbers[key], size, is_state) for key, size, is_state in alive)
+        self.before = [(Event(number, size), is_state) for number, size, is_state in found]
+        self.events, self._places = [], {}
+
+    def begin(self, key: int, size: int, stream: str) -> None:
+        """A storage is allocated."""
+        self._serial += 1
+        self._numbers[key], self._places[key] = self._serial, len(self.events)
+        if size:
+            self.events.append(Event(self._serial, size, stream))
+
+    def end(self, key: int) -> None:
+        """A storage is freed."""
+        number = self._numbers.pop(key)
+        if not self.is_over:
+            self.events.append(Event(number))
+        self._places.pop(key, None)
+
+    def move(self, key: int, stream: str) -> None:
+        """The storage's latest allocation was on this stream."""
+        place = self._places.get(key)
+        if place is not None and place < len(self.events):
+            self.events[place] = replace(self.events[place], stream=stream)
+
+
 def replay(events: Iterable[Event], is_expandable: bool = False) -> int:
     """The bytes that are reserved after these events, which is their maximum. A free without an allocation is
     ignored."""

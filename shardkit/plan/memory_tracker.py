@@ -10,7 +10,6 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardkit.plan.allocator import Event
+from shardkit.plan.allocator import Recording
 from shardkit.plan.rank_memory import CATEGORIES, Memory, Moment
 
 _GATHERED = ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "c10d::_allgather_base_")
@@ -47,10 +46,9 @@ _PAYLOADS = {
 class MemoryTracker(TorchDispatchMode):
     """Inside, all allocations of operators are counted. `enter` starts a moment; `moments`: those so far.
 
-    Each moment holds the memory at its peak. `payload_bytes`: bytes of the collectives by kind. `events`: allocations
-    and frees since the last restart; `before`: allocations alive at that point, and whether each is optimizer state;
-    `optimizer_at`: index of the event at which the optimizer starts. `host_bytes`: maximum of offloaded bytes;
-    none if the device `is_on_host`, a CPU.
+    Each moment holds the memory at its peak. `payload_bytes`: bytes of the collectives by kind. `recording`:
+    allocations and frees since the last restart. `host_bytes`: maximum of offloaded bytes; none if the device
+    `is_on_host`, a CPU.
     """
 
     def __init__(self, is_on_host: bool = False) -> None:
@@ -58,19 +56,13 @@ class MemoryTracker(TorchDispatchMode):
         self._is_on_host = is_on_host
         self.moments: list[Moment] = []
         self.payload_bytes: dict[str, int] = {}
-        self.events: list[Event] = []
-        self.before: list[tuple[Event, bool]] = []
-        self.optimizer_at = 0
+        self.recording = Recording()
         self.host_bytes = 0
         self._default = "activations"
-        self._numbers: dict[int, int] = {}
-        self._places: dict[int, int] = {}
-        self._serial = 0
         self._alive: dict[int, tuple[int, str, weakref.ref]] = {}
         self._bytes = dict.fromkeys(CATEGORIES, 0)
         self._total = 0
         self._on_host = 0
-        self._is_over = False
         self._now = ("", "")
         self._peak, self._at_peak = 0, dict(self._bytes)
         self._is_passing = False
@@ -88,7 +80,7 @@ class MemoryTracker(TorchDispatchMode):
                 last = before if before.memory.total >= last.memory.total else Moment(*_name(before), last.memory)
             self.moments.append(last)
         if phase == "optimizer":
-            self.optimizer_at = len(self.events)
+            self.recording.optimizer_at = len(self.recording.events)
         self._now, self._is_passing = (phase, unit), is_passing
         self._peak = self._total
         self._at_peak = dict(self._bytes)
@@ -111,9 +103,8 @@ class MemoryTracker(TorchDispatchMode):
     def restart(self) -> None:
         """Clears moments and traffic; storages that are alive stay counted."""
         self.moments, self.payload_bytes, self._now = [], {}, ("", "")
-        alive = [(self._numbers[key], size, category) for key, (size, category, _) in self._alive.items() if size]
-        self.before = [(Event(number, size), category == "optimizer_state") for number, size, category in sorted(alive)]
-        self.events, self._places = [], {}
+        alive = ((key, size, category) for key, (size, category, _) in self._alive.items() if size)
+        self.recording.restart((key, size, category == "optimizer_state") for key, size, category in alive)
 
     def count(self, tensors: Iterable[Any], category: str) -> None:
         """Assigns the tensors' storages to a category, whether already counted or not."""
@@ -142,7 +133,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._is_over = True
+        self.recording.is_over = True
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -223,7 +214,7 @@ class MemoryTracker(TorchDispatchMode):
         if found is None:
             reference = weakref.ref(storage, partial(self._gone, key))
             self._alive[key] = (storage.nbytes(), category, reference)
-            self._begin(key, storage.nbytes(), "reduce" if category == "gradients" else "compute")
+            self.recording.begin(key, storage.nbytes(), "reduce" if category == "gradients" else "compute")
             self._change(category, storage.nbytes())
         elif is_final and found[1] != category:
             self._change(found[1], -found[0])
@@ -242,28 +233,14 @@ class MemoryTracker(TorchDispatchMode):
 
     def _gone(self, key: int, _: weakref.ref) -> None:
         size, category, _ = self._alive.pop(key)
-        self._end(key)
+        self.recording.end(key)
         self._change(category, -size)
-
-    def _begin(self, key: int, size: int, stream: str) -> None:
-        self._serial += 1
-        self._numbers[key], self._places[key] = self._serial, len(self.events)
-        if size:
-            self.events.append(Event(self._serial, size, stream))
-
-    def _end(self, key: int) -> None:
-        """Frees after the step are not recorded: they come from deleting model and optimizer."""
-        number = self._numbers.pop(key)
-        if not self._is_over:
-            self.events.append(Event(number))
-        self._places.pop(key, None)
 
     def _on_stream(self, tensors: Iterable[Any], stream: str) -> None:
         """Moves the latest allocations of a collective to its stream (`foreach_all_gather`, `foreach_reduce`)."""
         for tensor in tensors:
-            place = self._places.get(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else None
-            if place is not None and place < len(self.events):
-                self.events[place] = replace(self.events[place], stream=stream)
+            if isinstance(tensor, torch.Tensor):
+                self.recording.move(tensor.untyped_storage()._cdata, stream)
 
     def _resizing(self) -> Callable[[torch.UntypedStorage, int], Any]:
         """FSDP frees and allocates gathered parameters by resizing their storages, without the dispatcher."""
@@ -273,8 +250,8 @@ class MemoryTracker(TorchDispatchMode):
             found = self._alive.get(storage._cdata)
             if found is not None:
                 self._alive[storage._cdata] = (storage.nbytes(), found[1], found[2])
-                self._end(storage._cdata)
-                self._begin(storage._cdata, storage.nbytes(), "compute")
+                self.recording.end(storage._cdata)
+                self.recording.begin(storage._cdata, storage.nbytes(), "compute")
                 self._change(found[1], storage.nbytes() - found[0])
                 self._note()
             return result

@@ -232,11 +232,9 @@ def _tracked(job: Job, config: Config, runs: Sequence[RepeatedBlocks], stateless
 
 
 def _reserved(tracker: MemoryTracker) -> dict[str, int]:
-    steps = list(two_steps(tracker.before, tracker.events, tracker.optimizer_at))
-    return {
-        "segments": replay(steps),
-        "expandable": replay(steps, is_expandable=True),
-    }
+    found = tracker.recording
+    steps = list(two_steps(found.before, found.events, found.optimizer_at))
+    return {"segments": replay(steps), "expandable": replay(steps, is_expandable=True)}
 
 
 def _loss(job: Job, model: nn.Module) -> batches.LossFunction:
