@@ -88,6 +88,14 @@ def running(folder: Path, *arguments: str):
         launched.close()
 
 
+def wait_for_files(folder: Path, *names: str) -> None:
+    """Until files of these names are in the folder."""
+    until = time.monotonic() + TIMEOUT_S
+    while missing := [name for name in names if not (folder / name).exists()]:
+        assert time.monotonic() < until, f"not there: {missing}"
+        time.sleep(0.05)
+
+
 def wait_until_gone(pids: list[int]) -> None:
     until = time.monotonic() + TIMEOUT_S
     while alive := [pid for pid in pids if is_alive(pid)]:

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.launches import TIMEOUT_S, command, free_port, launch, logs, running, script, wait_until_gone
+from tests.launches import TIMEOUT_S, command, free_port, launch, logs, running, script, wait_for_files, wait_until_gone
 
 pytestmark = pytest.mark.slow
 
@@ -222,6 +222,30 @@ def test_a_second_signal_ends_the_ranks_at_once(tmp_path):
         assert launched.end() == 143, launched.text()
     assert "SIGTERM ended the ranks" in launched.text()
     wait_until_gone(pids)
+
+
+@pytest.mark.fault_row(33)
+def test_ranks_that_do_not_stop_in_time_are_shown_and_ended(tmp_path):
+    with running(tmp_path, "-n", "2", "--set", "shardkit.launch.stop_timeout_s=2", script("stubborn")) as launched:
+        launched.wait_for(r"pid (\d+)", count=2)
+        launched.process.send_signal(signal.SIGTERM)
+        assert launched.end() == 143, launched.text()
+    said = launched.text()
+    assert "launch: SIGTERM: telling the ranks to stop within 2 s; once more ends them now" in said
+    assert said.count("launch: the ranks are ended: 2 s to save and stop are over\n") == 1, said
+    assert re.search(r"\n  rank 1  at \S*stubborn.py:9 in <module>\n", said), said
+
+
+@pytest.mark.fault_row(33)
+def test_ranks_that_wait_for_one_another_are_ended_long_before_the_time_to_stop_is_over(tmp_path):
+    limits = ("--set", "shardkit.launch.hang_timeout_s=20", "--set", "shardkit.launch.stop_timeout_s=900")
+    with running(tmp_path, "-n", "2", *limits, script("mismatch"), "group", str(tmp_path)) as launched:
+        wait_for_files(tmp_path, "reached.0", "reached.1")
+        launched.process.send_signal(signal.SIGTERM)
+        assert launched.end() == 143, launched.text()
+    said = launched.text()
+    assert "launch: the ranks are ended: they wait for one another, so that none can save and stop\n" in said
+    assert re.search(r"\n  rank 1  step 7  step  for \d+ s  at \S*mismatch.py:\d+ in go_elsewhere, waiting for", said)
 
 
 @pytest.mark.fault_row(33)

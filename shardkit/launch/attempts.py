@@ -23,7 +23,7 @@ from shardkit.errors import EXIT_PREEMPTED, HangError, MachineError, Preempted, 
 from shardkit.launch import declining, diagnosis, folders, hangs, names, rank_files, signals, start_methods, time_use
 from shardkit.launch.diagnosis import RankOutcome
 from shardkit.launch.hangs import HangRow
-from shardkit.launch.monitor import CTRL_C_S, Monitor
+from shardkit.launch.monitor import Monitor
 from shardkit.launch.output import Output
 from shardkit.launch.restarts import Restarts
 from shardkit.launch.spec import LaunchSpec, greeting, headline, settings_without_effect
@@ -335,8 +335,11 @@ def signals_to(monitor: Monitor) -> Iterator[None]:
                 else RankFailure(f"launch: {diagnosis.signal_name(number)} before the ranks had started.", 128 + number)
             )
         if monitor.stop is None or not monitor.stop.is_asked_here:
-            limit = f" within {min(CTRL_C_S, monitor.stop_timeout_s):g} s" if number == signal.SIGINT else ""
-            say(f"launch: {diagnosis.signal_name(number)}: telling the ranks to stop{limit}; once more ends them now")
+            limit_s = monitor.stop_timeout_of(number)
+            say(
+                f"launch: {diagnosis.signal_name(number)}: telling the ranks to stop within {limit_s:g} s; once more "
+                "ends them now"
+            )
         monitor.tell_to_stop(signal.SIGTERM if number == signal.SIGHUP else number)
 
     with signals.handled(signals.ENDING, tell):

@@ -106,14 +106,18 @@ def judge(
         return Verdict.WORK
     any_waits = any(one.may_wait for one in seen.values())
     posted = [rank.progress for rank in running.values() if rank.has_posted]
-    all_wait = len(seen) == len(running) and all(one.waits for one in seen.values())
-    if any(one.works and not one.waits for one in seen.values()) or (has_others and all_wait):
+    if any(one.works and not one.waits for one in seen.values()) or (has_others and all_wait(running, seen)):
         if not posted:
             return Verdict.SLOW if any_waits else Verdict.WORK
         out_of_patience = min(now - progress.since_s for progress in posted) > PATIENCE * timeout_s
         return Verdict.HANG if any_waits and out_of_patience else Verdict.SLOW
     # A script without an Accelerator, all ranks idle: it may be a server, or wait for a file.
     return Verdict.HANG if any_waits or posted else Verdict.SLOW
+
+
+def all_wait(running: Mapping[int, Rank], seen: Mapping[int, Seen]) -> bool:
+    """Whether every rank was seen to wait for its peers."""
+    return len(seen) == len(running) and all(one.waits for one in seen.values())
 
 
 def stands_still(seen: Iterable[Seen]) -> bool:
@@ -181,8 +185,21 @@ def notice_of_standstill(rows: Sequence[HangRow], timeout_s: float) -> str:
     """What is told of ranks that stand still, long before the run is ended."""
     lines = [f"launch: for {NOTICE_S:g} s no rank has made progress or used CPU time", *(row.text for row in rows)]
     lines += _on_unlike_calls(rows)
-    limit = f"The run is ended after {timeout_s:g} s (shardkit.launch.hang_timeout_s)"
-    lines.append(f"  {limit}; wrap slow work in `with accelerator.pause():`.")
+    limit = f"The run is ended after {timeout_s:g} s without progress (shardkit.launch.hang_timeout_s)"
+    lines.append(f"  {limit}, also where a rank has said that it waits longer.")
+    lines.append("  Wrap slow work in `with accelerator.pause():`.")
+    return "\n".join(lines)
+
+
+def text_of_no_stop(rows: Sequence[HangRow]) -> str:
+    """What is told where ranks are ended that were told to stop, but cannot."""
+    lines = ["launch: the ranks are ended: they wait for one another, so that none can save and stop"]
+    return "\n".join([*lines, *(row.text for row in rows), *_on_unlike_calls(rows)])
+
+
+def text_of_late_stop(rows: Sequence[HangRow], timeout_s: float) -> str:
+    """What is told where ranks are ended that were told to stop, and have not within the time for it."""
+    lines = [f"launch: the ranks are ended: {timeout_s:g} s to save and stop are over", *(row.text for row in rows)]
     return "\n".join(lines)
 
 

@@ -30,6 +30,8 @@ STACKS_S = 10.0
 """How long ranks have to write their stacks."""
 TELL_S = 2.0
 """How long hanging ranks are kept alive, so that other machines can examine their ranks."""
+GLANCE_S = 5.0
+"""How often ranks that were told to stop are looked at."""
 SAMPLES = 4
 """Number of stack samples, one second apart, that must show a rank at the same line before it counts as not moving."""
 CPU_CHECKS = 10
@@ -102,13 +104,16 @@ class Monitor:
     def tell_to_stop(self, number: int) -> None:
         """Forward a signal to every rank; the second time, kill them. Called from a signal handler: takes no lock."""
         if self.stop is None:
-            is_ctrl_c = number == signal.SIGINT
-            self.stop = Stop(number, min(CTRL_C_S, self.stop_timeout_s) if is_ctrl_c else self.stop_timeout_s)
+            self.stop = Stop(number, self.stop_timeout_of(number))
             self._tell_all()
         elif not self.stop.is_asked_here:  # they save and leave already
             self.stop = Stop(number, self.stop.timeout_s, since_s=self.stop.since_s)
         else:
             self.kill_all()
+
+    def stop_timeout_of(self, number: int) -> float:
+        """How long ranks have to save and end after this signal, in seconds."""
+        return min(CTRL_C_S, self.stop_timeout_s) if number == signal.SIGINT else self.stop_timeout_s
 
     def tell_to_make_way(self) -> None:
         """Let the ranks save and leave, so that another world takes over."""
@@ -182,9 +187,13 @@ class Monitor:
             self._failed_s = now
         stop_is_over = self.stop is not None and now - self.stop.since_s > self.stop.timeout_s
         grace_is_over = self._failed_s is not None and now - self._failed_s > self._grace_s()
+        if stop_is_over and not self.killed:
+            self._tell_who_did_not_stop(now)
         if stop_is_over or grace_is_over or now > self._kill_s:
             self.kill_all()
-        elif self.stop is None and self._failed_s is None and not self._is_over:
+        elif self.stop is not None:
+            self._end_who_cannot_stop(now)
+        elif self._failed_s is None and not self._is_over:
             self._find_hang(now)
 
     def _grace_s(self) -> float:
@@ -192,11 +201,43 @@ class Monitor:
         preempted = any(error.exit_code == EXIT_PREEMPTED for error in rank_files.read_errors(self.folder).values())
         return self.stop_timeout_s if preempted else SURVIVOR_GRACE_S
 
-    def _find_hang(self, now: float) -> None:
+    def _tell_who_did_not_stop(self, now: float) -> None:
+        """Say where the ranks are that were told to stop, whose time is over."""
+        running = self._running(now)
+        if running and self.stop is not None:
+            ranks = {number: rank for number, rank in running.items() if not rank.stopped_since_s}
+            rows = hangs.rows_of(self.ranks, self._all_seen(ranks, [self._stacks(ranks)], now), now)
+            self._say(hangs.text_of_late_stop(rows, self.stop.timeout_s))
+
+    def _end_who_cannot_stop(self, now: float) -> None:
+        """Kill ranks that were told to stop, where each has waited for its peers for long: none of them reaches its
+        next step boundary, where it would save. Not where ranks of other machines may be at work."""
+        limit_s = min(hangs.NOTICE_S, self.hang_timeout_s)
+        if self._has_others or now - self._glanced_s < GLANCE_S:
+            return
+        running = self._running(now)
+        if not hangs.is_due(running, limit_s, now, has_peers=False):
+            return
+        self._glanced_s = now
+        ranks = {number: rank for number, rank in running.items() if not rank.stopped_since_s}
+        if not ranks or not self._are_idle(ranks):
+            return
+        seen = self._look_closely(ranks, now)
+        self._look()
+        if all(rank.runs for rank in running.values()) and hangs.all_wait(ranks, seen):
+            self._say(hangs.text_of_no_stop(hangs.rows_of(self.ranks, seen, now)))
+            self.kill_all()
+
+    def _running(self, now: float) -> dict[int, Rank]:
+        """The ranks that run; notes which of them are stopped."""
         running = {number: rank for number, rank in self.ranks.items() if rank.runs}
         for rank in running.values():
             stopped = processes.state(rank.progress.pid) in {"T", "t"}
             rank.stopped_since_s = (rank.stopped_since_s or now) if stopped else None
+        return running
+
+    def _find_hang(self, now: float) -> None:
+        running = self._running(now)
         self._check_cpu(running, now)
         self._notice_standstill(running, now)
         if now - self._looked_s < self.hang_timeout_s:
