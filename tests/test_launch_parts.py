@@ -739,6 +739,23 @@ def error(rank: int, kind: str = "ValueError", lost: bool = False, time_s: float
     return RankError(rank, kind, "words", "train.py:4 in step", "Traceback", code, lost, time_s)
 
 
+def test_an_abort_after_a_timeout_of_nccl_is_known_by_the_log(tmp_path):
+    log = tmp_path / "rank0.log"
+    assert not failure.tells_of_timeout(log)
+    said = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE)\n"
+    log.write_text("step\n" * 20_000 + said + "  File x\n" * 1000)
+    assert failure.tells_of_timeout(log)
+    log.write_text(said + "step\n" * 20_000)
+    assert not failure.tells_of_timeout(log)
+    ended = [
+        RankOutcome(0, exit_code=-6, ended_s=9.0, step=4, is_timed_out=True),
+        RankOutcome(1, exit_code=-9, was_killed=True, phase="data", step=4),
+    ]
+    said = diagnosis.render(diagnosis.diagnose(ended), 0.0, "runs/x")
+    assert said.startswith("launch: rank 1 failed first: did not arrive: the other ranks timed out waiting for"), said
+    assert "  then     rank 0 waited for it until a collective timed out, and aborted\n" in said
+
+
 @pytest.mark.fault_row(26)
 @pytest.mark.fault_row(27)
 @pytest.mark.parametrize(
@@ -754,6 +771,15 @@ def error(rank: int, kind: str = "ValueError", lost: bool = False, time_s: float
         ),
         ([RankOutcome(0, exit_code=-6, ended_s=1.0), RankOutcome(1, exit_code=1, error=error(1, time_s=2))], 1, 1),
         ([RankOutcome(0, exit_code=-6, ended_s=1.0), RankOutcome(1, exit_code=-9, was_killed=True)], 0, 134),
+        (
+            [
+                RankOutcome(0, exit_code=-6, ended_s=1.0, step=4, is_timed_out=True),
+                RankOutcome(1, exit_code=-9, was_killed=True, step=4, since_s=3.0),
+                RankOutcome(2, exit_code=-9, was_killed=True, step=3, since_s=5.0),
+            ],
+            2,
+            4,
+        ),
         ([RankOutcome(0, exit_code=0, ended_s=3.0), RankOutcome(1, exit_code=1, error=error(1, lost=True))], 0, 1),
         (
             [

@@ -22,6 +22,7 @@ from shardkit.config import files
 from shardkit.errors import EXIT_PREEMPTED, HangError, MachineError, Preempted, RankFailure, ShardkitError
 from shardkit.launch import declining, diagnosis, folders, hangs, names, rank_files, signals, start_methods, time_use
 from shardkit.launch.diagnosis import RankOutcome
+from shardkit.launch.failure import tells_of_timeout
 from shardkit.launch.hangs import HangRow
 from shardkit.launch.monitor import Monitor
 from shardkit.launch.output import Output
@@ -266,10 +267,10 @@ def report_of(
 ) -> dict[str, Any]:
     """This machine's report on its ranks. Times are seconds since the common start."""
     return {
-        "outcomes": [asdict(shifted(outcome, -started_s)) for outcome in outcomes_of(monitor, ended, rank_errors)],
+        "outcomes": [asdict(outcome.shifted(-started_s)) for outcome in outcomes_of(monitor, ended, rank_errors)],
         "committed_step": newest_step(monitor),
         "is_hung": monitor.is_hung,
-        "rows": [asdict(shifted_row(row, -started_s)) for row in monitor.rows or ()],
+        "rows": [asdict(row.shifted(-started_s)) for row in monitor.rows or ()],
         "stop": stop_of(monitor),
         "logs": logs,
     }
@@ -294,7 +295,7 @@ def together(reports: dict[int, dict[str, Any]], machines: "Meeting", started_s:
         where = report["logs"] if machine == machines.machine else f"{machines.name_of(machine)}: {report['logs']}"
         for fields in report["outcomes"]:
             error = rank_files.RankError(**fields["error"]) if fields["error"] else None
-            outcomes.append(shifted(RankOutcome(**{**fields, "error": error}), started_s))
+            outcomes.append(RankOutcome(**{**fields, "error": error}).shifted(started_s))
             logs[fields["rank"]] = where
     is_hung = any(report["is_hung"] for report in reports.values())
     rows = [HangRow(**row) for report in reports.values() for row in report["rows"] if is_hung]
@@ -303,21 +304,9 @@ def together(reports: dict[int, dict[str, Any]], machines: "Meeting", started_s:
         started_s,
         committed_step=max(report["committed_step"] for report in reports.values()),
         logs=logs,
-        hang=tuple(shifted_row(row, started_s) for row in rows),
+        hang=tuple(row.shifted(started_s) for row in rows),
         stops={machine: report["stop"] for machine, report in reports.items() if report["stop"]},
     )
-
-
-def shifted(outcome: RankOutcome, seconds: float) -> RankOutcome:
-    """The outcome with its times shifted by `seconds`."""
-    error = outcome.error and replace(outcome.error, time_s=outcome.error.time_s + seconds)
-    return replace(outcome, error=error, ended_s=None if outcome.ended_s is None else outcome.ended_s + seconds)
-
-
-def shifted_row(row: HangRow, seconds: float) -> HangRow:
-    """The row with its time shifted by `seconds`."""
-    *rest, since_s = row.order
-    return replace(row, order=(*rest, since_s + seconds))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -365,6 +354,8 @@ def outcomes_of(
                 was_killed=last.pid in monitor.killed or was_stopped,
                 phase=last.phase,
                 step=last.step,
+                since_s=last.since_s,
+                is_timed_out=code == -signal.SIGABRT and tells_of_timeout(names.log_path(monitor.log_dir, rank)),
             )
         )
     return tuple(outcomes)

@@ -7,9 +7,9 @@ cause is the earliest failure that is not a consequence.
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from shardkit.errors import EXIT_CHECK_FAILED
+from shardkit.errors import EXIT_CHECK_FAILED, EXIT_MACHINE
 from shardkit.launch.rank_files import RankError
 
 _BY_A_SHARED_VALUE = 'decide by a value that is the same on all, as accelerator.reduce(value, "mean") is'
@@ -180,6 +180,10 @@ class RankOutcome:
     """Whether the launcher killed it after another rank had failed."""
     phase: str = ""
     step: int = 0
+    since_s: float = 0.0
+    """When it entered its last phase."""
+    is_timed_out: bool = False
+    """Whether its log says that a collective timed out: NCCL then aborts the process."""
 
     @property
     def time_s(self) -> float:
@@ -187,6 +191,12 @@ class RankOutcome:
         if self.error is not None:
             return self.error.time_s
         return float("inf") if self.ended_s is None else self.ended_s
+
+    def shifted(self, seconds: float) -> "RankOutcome":
+        """With all times shifted by `seconds`."""
+        error = self.error and replace(self.error, time_s=self.error.time_s + seconds)
+        ended_s = None if self.ended_s is None else self.ended_s + seconds
+        return replace(self, error=error, ended_s=ended_s, since_s=self.since_s + seconds)
 
 
 @dataclass(frozen=True)
@@ -213,6 +223,9 @@ def root_of(outcomes: Sequence[RankOutcome]) -> RankOutcome:
     """The outcome that caused the others."""
     own = [outcome for outcome in outcomes if _is_own_failure(outcome)]
     if own:
+        missing = [outcome for outcome in outcomes if _did_not_arrive(outcome)]
+        if missing and all(outcome.is_timed_out for outcome in own):
+            return min(missing, key=lambda outcome: (outcome.step, outcome.since_s))
         # NCCL and gloo abort a process that lost a peer, so an abort is the cause only if there is no other failure.
         return min(own, key=lambda outcome: (outcome.exit_code == -signal.SIGABRT, outcome.time_s))
     left = [outcome for outcome in outcomes if outcome.exit_code == 0]
@@ -230,7 +243,7 @@ def cause_of(outcome: RankOutcome) -> str:
         return f"{error.kind}: {error.message}" if error.message else error.kind
     if code == 0:
         return "exited with code 0 while the other ranks still waited for it"
-    if outcome.was_killed and code != -signal.SIGTERM:
+    if _did_not_arrive(outcome):
         return "did not arrive: the other ranks timed out waiting for it, and the launcher killed it"
     if code is not None and code < 0:
         return f"killed by {signal_name(-code)}{_SIGNAL_HINTS.get(-code, '')}"
@@ -246,10 +259,13 @@ def signal_name(number: int) -> str:
 
 
 def exit_code_of(outcome: RankOutcome) -> int:
-    """The exit code of a run with this root cause: the rank's exit code, or 128 + the signal; never 0."""
+    """The exit code of a run with this root cause: the rank's exit code, or 128 + the signal; never 0. That of a hang
+    for a rank that did not arrive: the launcher's SIGKILL says nothing of its memory."""
     if outcome.error is not None:
         return outcome.error.exit_code
     code = outcome.exit_code
+    if _did_not_arrive(outcome):
+        return EXIT_MACHINE
     if code is None or code == 0:
         return EXIT_CHECK_FAILED
     return code if code > 0 else 128 - code
@@ -315,6 +331,11 @@ def _is_own_failure(outcome: RankOutcome) -> bool:
     return _failed(outcome) and not outcome.was_killed
 
 
+def _did_not_arrive(outcome: RankOutcome) -> bool:
+    """Whether the launcher killed it, without an error of its own, after others had failed."""
+    return outcome.was_killed and outcome.error is None and outcome.exit_code not in (0, -signal.SIGTERM)
+
+
 def _lost_a_peer(outcome: RankOutcome) -> bool:
     return outcome.error is not None and outcome.error.is_lost_peer
 
@@ -329,6 +350,8 @@ def _consequence(outcome: RankOutcome) -> str:
         return f"rank {outcome.rank} lost its peer{where}"
     if outcome.was_killed and outcome.error is None:
         return f"rank {outcome.rank} was killed by the launcher"
+    if outcome.is_timed_out:
+        return f"rank {outcome.rank} waited for it until a collective timed out, and aborted"
     return f"rank {outcome.rank}: {cause_of(outcome).splitlines()[0]}{where}"
 
 

@@ -1,5 +1,6 @@
 """An exception of a training script as a record: type, message, line, and whether it only reports a lost peer."""
 
+import contextlib
 import re
 import sys
 import time
@@ -28,6 +29,10 @@ MISMATCH = re.compile(
 )
 """One rank's part of torch's message on mismatched collectives, with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
 
+TIMED_OUT = b"collective operation timeout"
+"""What torch's watchdog of NCCL writes to the log before it aborts the process."""
+LOG_END_BYTES = 1 << 16
+"""How much of a log's end is searched for it: stacks of all threads may follow."""
 
 FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)')
 """A frame in the text of a traceback."""
@@ -73,6 +78,14 @@ def root_of(error: BaseException) -> BaseException:
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an exception only reports that another rank is gone."""
     return isinstance(error, (RuntimeError, OSError, ConnectionError)) and bool(LOST_PEER.search(text_of(error)))
+
+
+def tells_of_timeout(log: Path) -> bool:
+    """Whether the end of a rank's log says that a collective timed out."""
+    with contextlib.suppress(OSError), open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - LOG_END_BYTES))
+        return TIMED_OUT in file.read()
+    return False
 
 
 def text_of(error: BaseException) -> str:

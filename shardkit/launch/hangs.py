@@ -6,7 +6,7 @@ progress and a rank waits for its peers in a collective, or no rank uses any CPU
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from shardkit.launch.diagnosis import OF_UNLIKE_CALLS
@@ -142,6 +142,11 @@ class HangRow:
     order: tuple[bool, bool, int, float]
     at: str = ""
     """Its line in the script; "" if unknown."""
+
+    def shifted(self, seconds: float) -> "HangRow":
+        """With its time shifted by `seconds`."""
+        *rest, since_s = self.order
+        return replace(self, order=(*rest, since_s + seconds))  # type: ignore[arg-type]
 
 
 def rows_of(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], now: float) -> list[HangRow]:
