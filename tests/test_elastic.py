@@ -280,7 +280,9 @@ def test_a_machine_that_stands_still_is_replaced_without_waiting_for_ranks_that_
 def test_a_machine_that_dies_while_they_meet_is_left_out(tmp_path):
     with ElasticRun(tmp_path, steps=6, machines="1:3", most=3) as run:
         run.start_both(join_timeout_s=30, lost_timeout_s=10)
-        run.wait_for("first", r"waiting for more machines, 2 of 3 are here; starting with them after 30 s")
+        run.wait_for(
+            "first", r"2 of 3 are here \(machine 0 \(\S+\), machine \d \(\S+\)\); starting with them after 30 s"
+        )
         run.kill("second")
         assert run.end("first") == 0, run.text()
         assert "launch: world 0: 1 of 3 machines, 1 rank:" in run.machines["first"].text()
@@ -360,9 +362,9 @@ def test_the_loss_of_machine_0_ends_the_run_in_words(tmp_path):
 def test_too_few_machines_are_said_and_the_run_is_given_up(tmp_path):
     with ElasticRun(tmp_path, steps=60, machines="2:2") as run:
         run.start("first", "--machine-rank", "0", "--set", "shardkit.launch.meet_timeout_s=20")
-        run.wait_for("first", "launch: waiting for machines, 1 is here, a world needs 2, ")
+        run.wait_for("first", r"launch: waiting for machines, 1 is here \(machine 0 \(\S+\)\), a world needs 2, ")
         assert run.end("first") == 4, run.text()
-        words = "launch: 1 of 2 machines that a world needs came within 20 s; start the same command there."
+        words = "launch: 1 of 2 machines that a world needs came within 20 s (machine 0 ("
         assert words in run.machines["first"].text()
 
 

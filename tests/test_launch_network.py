@@ -138,3 +138,19 @@ def test_ranks_of_torchrun_meet_where_each_machine_takes_its_own_name_for_loopba
         for one in both:
             one.close()
     assert codes == [0, 0], both[0].text() + both[1].text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machines", [["--num-machines", "2"], ["--nnodes", "1:2"]])
+def test_a_second_machine_0_is_refused_where_the_first_one_answers(network, tmp_path, machines):
+    flags = ["-n", "2", *machines, "--main", f"{ADDRESSES[0]}:{PORT}", "--machine-rank", "0", script("world")]
+    both = [Running(folder(tmp_path, 0), words=network.command(0, *command(*flags)))]
+    try:
+        both[0].wait_for("waiting for")
+        both.append(Running(folder(tmp_path, 1), words=network.command(1, *command(*flags))))
+        assert both[1].end() == 4, both[1].text()
+    finally:
+        for one in both:
+            one.close()
+    said = rf"launch: machine_rank: 0 is that of another machine, which answers at {ADDRESSES[0]}:{PORT} \(got 0 here"
+    assert re.search(said, both[1].text()), both[1].text()

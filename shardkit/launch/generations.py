@@ -25,6 +25,7 @@ from shardkit.launch.membership import Generation, Member
 from shardkit.launch.restarts import WITHOUT_CHECKPOINT, Restarts
 from shardkit.launch.spec import LaunchSpec, greeting
 from shardkit.launch.start_methods import Start
+from shardkit.wording import first_few
 
 if TYPE_CHECKING:  # they load torch
     from torch.distributed import TCPStore
@@ -105,9 +106,8 @@ def hosted_here(spec: LaunchSpec) -> "TCPStore | None":
         return None
     if not spec.has_number and not addresses.is_here(addresses.resolve(host)):
         return None
-    address = stores.listening_address(host, spec.launch.bind_address, say)
     try:
-        return stores.hosted(address, port)
+        return stores.hosted_by_machine_0(host, port, spec.launch.bind_address, say)
     except MachineError:
         if spec.has_number:
             raise
@@ -159,19 +159,17 @@ class Leader:
                 wait_s = 0.0 if self._number else limits.join_timeout_s
                 if len(members) == self._spec.num_machines or now - enough_s >= wait_s:
                     return members
-                announcement.make(
-                    f"waiting for more machines, {len(members)} of {self._spec.num_machines} are here; starting with "
-                    f"them after {wait_s:g} s"
-                )
+                here = f"{len(members)} of {self._spec.num_machines} are here ({named(members)})"
+                announcement.make(f"waiting for more machines, {here}; starting with them after {wait_s:g} s")
             else:
                 enough_s = None
                 needed = min(size for size, problem in self._sizes.items() if problem is None)
                 if now - began_s > limits.meet_timeout_s:
                     raise MachineError(
                         f"launch: {why}{len(members)} of {needed} machines that a world needs came within "
-                        f"{limits.meet_timeout_s:g} s; start the same command there."
+                        f"{limits.meet_timeout_s:g} s ({named(members)}); start the same command on others."
                     )
-                here = f"{len(members)} {'is' if len(members) == 1 else 'are'} here"
+                here = f"{len(members)} {'is' if len(members) == 1 else 'are'} here ({named(members)})"
                 announcement.make(f"{why}waiting for machines, {here}, a world needs {needed}")
             time.sleep(POLL_S)
 
@@ -216,6 +214,11 @@ class Leader:
         self._restarts.in_vain += 1
         newest = self._restarts.newest_step
         self._why = f"{why}; {f'going on from step {newest}' if newest >= 0 else 'no checkpoint yet'}"
+
+
+def named(members: list[Member]) -> str:
+    """These machines; of many the first ones."""
+    return first_few(map(str, members), 4)
 
 
 class Newcomers:

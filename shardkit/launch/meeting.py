@@ -134,7 +134,7 @@ def opened(spec: LaunchSpec, greeting: dict[str, Any], say: Say) -> Iterator[Mee
         return
     host, port = spec.rendezvous.host, spec.rendezvous.port
     if spec.machine_rank == 0:
-        store = stores.hosted(stores.listening_address(host, spec.launch.bind_address, say), port)
+        store = stores.hosted_by_machine_0(host, port, spec.launch.bind_address, say)
     else:
         who = f"machine {spec.machine_rank} of {spec.num_machines}"
         store = stores.reached(host, port, spec.launch.meet_timeout_s, say, who, "machine 0", stores.NO_MACHINE_0)

@@ -1,5 +1,6 @@
 """TCPStore over the network: one process hosts it on one address, the others connect or report why they cannot."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -43,6 +44,28 @@ def hosted(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> TCPSt
             master_listen_fd=listener.detach(),
             use_libuv=True,
         )
+
+
+def hosted_by_machine_0(host: str, port: int, bind_address: str | None, say: Say) -> TCPStore:
+    """Machine 0's store, which other machines reach at this host and port. Raises MachineError where another machine
+    has hosted one there: two would be machine 0, each of a run of its own."""
+    listens_on, address = listening_address(host, bind_address, say), addresses.resolve(host)
+    if address is not None and not addresses.is_here(address) and is_store(address, port):
+        raise MachineError(
+            f"launch: machine_rank: 0 is that of another machine, which answers at {joined(host, port)} (got 0 here, "
+            f"too: {joined(address, port)} is not this machine); give this one its own number with --machine-rank."
+        )
+    return hosted(listens_on, port)
+
+
+def is_store(address: str, port: int) -> bool:
+    """Whether a store answers there. A proxy accepts connections also where nothing is behind it."""
+    if addresses.answers(address, port, CONNECT_S) is not None:
+        return False
+    with contextlib.suppress(MachineError):
+        connected(address, port, lambda text: None)
+        return True
+    return False
 
 
 def listening_address(host: str, bind_address: str | None, say: Say, given_by: str = "--main") -> str:
