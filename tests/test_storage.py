@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import time
 from importlib.util import find_spec
 
 import pytest
@@ -21,7 +22,7 @@ from shardkit.errors import (
 )
 from shardkit.runtime.checkpoints import saving
 from shardkit.runtime.checkpoints.objects import save as save_file
-from shardkit.storage import objects
+from shardkit.storage import objects, waiting
 from shardkit.storage.url import Url, place_of
 from tests import checkpoints, forked, stores
 from tests.checkpoints import fill, prepared, resumed_step, values_in
@@ -357,6 +358,15 @@ def test_what_is_below_an_object_is_not_there(root, live, caplog):
     assert locate.checkpoints(root) == [root / "step-00000001"]
     assert objects.look(root / "LATEST" / "x") is None and not objects.is_there(root / "LATEST" / "x")
     assert "try 2 of" not in caplog.text
+
+
+def test_a_request_without_an_answer_is_told_while_it_lasts(root, monkeypatch, caplog):
+    objects.put(root / "a", b"1")
+    assert objects.is_there(root / "a") and "has taken" not in caplog.text
+    monkeypatch.setattr(waiting, "QUIET_S", 0.01)
+    monkeypatch.setattr(stores.Objects, "info", lambda store, path, **kwargs: time.sleep(0.1) or {"size": 1})
+    assert objects.is_there(root / "a")
+    assert f"storage: {root}/a: looking has taken 0 s so far; the store cannot be reached, or is slow." in caplog.text
 
 
 def test_another_run_in_the_same_place_is_noticed(root, live):

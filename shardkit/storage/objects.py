@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from shardkit.errors import MachineError, ShardkitError, UsageError
 from shardkit.log import get_logger
+from shardkit.storage import waiting
 from shardkit.storage.url import Url
 
 TRIES = 4
@@ -91,7 +92,8 @@ def _ask(url: Url, what: str, action: Callable[[Any, str], Result], tries: int =
     store, name = file_system(url)
     for number in range(1, tries + 1):
         try:
-            return action(store, name)
+            with waiting.told(url, what):
+                return action(store, name)
         except (FileNotFoundError, FileExistsError, NotADirectoryError):
             raise
         except Exception as error:
