@@ -131,8 +131,10 @@ def test_a_process_that_ends_without_close_is_not_aborted():
 
 
 def test_different_traces():
-    of_traces = [(5, 0.1), (6, 0.1), None, (5, 0.2), (7, 0.1)]
-    assert background_agreement._different([(5, 0.1)] * 3, background_agreement._is_other_trace) == []
-    assert background_agreement._different(of_traces, background_agreement._is_other_trace) == [1, 4]
-    assert background_agreement._different(of_traces, background_agreement._is_other_rate) == [3]
-    assert background_agreement._different([None, (6, 0.1)], background_agreement._is_other_trace) == []
+    here, there = (0, 7), (1, 7)
+    reports = [(5, 0.1, here), (6, 0.1, here), None, (5, 0.2, here), (7, 0.1, here), (8, 0.1, there)]
+    assert background_agreement._different([reports[0]] * 3, background_agreement._is_other_trace) == []
+    assert background_agreement._different(reports, background_agreement._is_other_trace) == [1, 4]
+    assert background_agreement._different(reports, background_agreement._is_other_rate) == [3]
+    assert background_agreement._different(reports, background_agreement._is_other_place) == [5]
+    assert background_agreement._different([None, reports[1]], background_agreement._is_other_trace) == []

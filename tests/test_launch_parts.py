@@ -965,6 +965,11 @@ def test_an_error_in_a_worker_of_a_data_loader_is_told_with_its_own_line():
         ("[/gloo/gloo/transport/tcp/listener.cc:1] bind: Address already in use", "gloo listens on a free port"),
         ("[/gloo/transport/tcp/pair.cc:1]\nfailed to connect", "gloo could not connect ranks"),
         ("[/gloo/transport/tcp/pair.cc:1] timed out", ""),
+        ("grad can be implicitly created only for scalar outputs", "a backward begins at one number"),
+        (
+            "loaded state dict contains a parameter group that doesn't match the size of optimizer's group",
+            "it is the state of an optimizer of other parameters",
+        ),
         ("'Gpt' object has no attribute 'module'", "only DDP's wrapper has .module"),
         ("'AcceleratedOptimizer' object is not callable", "prepare returns its arguments in the order"),
         ("EOF when reading a line", "only rank 0 reads the terminal, where the launch has one: make the answer"),

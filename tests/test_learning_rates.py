@@ -1,4 +1,4 @@
-"""Learning rates that differ between ranks: rank 0 says so soon, and once; equal ones are never mentioned."""
+"""Learning rates and batches that differ between ranks: rank 0 says so soon, once; equal ones are never mentioned."""
 
 import time
 from types import SimpleNamespace
@@ -54,6 +54,48 @@ def test_a_schedule_by_each_ranks_own_metric_is_noticed_once(ranks, strategy):
 @pytest.mark.parametrize("how", ["alike", pytest.param("rounded", marks=pytest.mark.slow)])
 def test_nothing_is_said_of_equal_learning_rates(ranks, how):
     assert ranks.run(2, said_of_rates, 1, how) == [[], []]
+
+
+@compared_often()
+def said_of_batches(strategy: int, how: str) -> list[str]:
+    """What this rank logs of batches in 120 steps, of epochs of 50."""
+    config = Config(use_cpu=True, num_processes=dist.get_world_size(), fsdp_config={"fsdp_sharding_strategy": strategy})
+    with log_lines() as lines:
+        accelerator = Accelerator(config=config)
+        model = torch.nn.Linear(4, 4)
+        loader = torch.utils.data.DataLoader(torch.ones(200, 4), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        steps = 0
+        while steps < 120:
+            for number, batch in enumerate(loader):
+                if how == "leaves out" and number == 20 and accelerator.process_index:
+                    continue
+                accelerator.backward(model(batch).pow(2).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                time.sleep(0.005)
+                steps += 1
+                is_left = how == "left by all" or (how == "left" and accelerator.process_index == 1)
+                if steps == 120 or (is_left and number == 20):
+                    break
+        accelerator.end_training()
+    return [line for line in lines if line.startswith("data: ")]
+
+
+@pytest.mark.parametrize("how", ["left", pytest.param("leaves out", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_rank_at_another_batch_is_told_once(ranks, strategy, how):
+    """And not taken for one that used other modules, which is compared at the same number of steps."""
+    of_rank_0, of_rank_1 = ranks.run(2, said_of_batches, strategy, how)
+    assert [line.partition(":")[2].partition(":")[0] for line in of_rank_0] == [
+        " rank 1 is at another batch than rank 0"
+    ]
+    assert of_rank_1 == []
+
+
+@pytest.mark.parametrize("how", ["left by all", pytest.param("alike", marks=pytest.mark.slow)])
+def test_nothing_is_said_of_equal_batches(ranks, how):
+    assert ranks.run(2, said_of_batches, 1, how) == [[], []]
 
 
 def test_the_number_of_learning_rates():

@@ -1,6 +1,7 @@
 """Where the ranks' time goes: their clocks, the file in the log folder, and the line at the end of a launch."""
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -118,38 +119,46 @@ def test_a_rank_tells_its_seconds(tmp_path):
 
 
 def attempt(restart: int = 0, lost_s: float = 0.0, **spent_s: float) -> Attempt:
-    spent_s = {kind.replace("_", " "): seconds for kind, seconds in spent_s.items()}
+    spent_s = dict.fromkeys(KINDS, 0.0) | {kind.replace("_", " "): seconds for kind, seconds in spent_s.items()}
     return Attempt(("host", 1), "", restart, 2, lost_s > 0, sum(spent_s.values()), spent_s, lost_s)
 
 
 @pytest.mark.parametrize(
-    ("attempts", "expected"),
+    ("attempts", "wall_s", "expected"),
     [
-        ([], ""),
-        ([attempt(steps=59)], ""),
-        ([attempt(steps=95, data=4.7, save=0.3)], "time: steps 95%, data 5%"),
+        ([], 0, ""),
+        ([attempt(steps=59)], 0, ""),
+        (
+            [attempt(steps=59)],
+            100,
+            "time: steps 59%, start 41%\n  no loader was prepared, so that waits for batches are part of steps",
+        ),
+        ([attempt(steps=95, data=4.7, save=0.3)], 0, "time: steps 95%, data 5%"),
         (
             [attempt(first_step=20, steps=60, data=20, lost_s=50), attempt(1, steps=90, load=10)],
-            "time: steps 75%, first step 10%, data 10%, loads 5%; 25% lost to 1 restart\n"
+            0,
+            "time: steps 75%, data 10%, first step 10%, loads 5%; 25% lost to 1 restart\n"
             "  ranks waited for batches: more DataLoader workers (num_workers) may save up to 10%",
         ),
     ],
 )
-def test_the_line_at_the_end(attempts, expected):
-    assert time_use.summary(attempts) == expected
+def test_the_line_at_the_end(attempts, wall_s, expected):
+    """Where the launch has lasted longer than its attempts, it has waited for machines."""
+    wall_s = wall_s or sum(one.wall_s for one in attempts)
+    assert time_use.summary(attempts, wall_s) == expected
 
 
 def test_a_launch_tells_of_its_own_attempts_only(tmp_path, monkeypatch):
-    own = replace(attempt(steps=90.0), launcher=time_use._launcher())
+    own = replace(attempt(steps=86.0, data=4.0), launcher=time_use._launcher())
     time_use.record(tmp_path, 0, replace(own, launcher=("host", 0)), print)
     time_use.record(tmp_path, 3, own, print)
     with (tmp_path / "time.jsonl").open("a") as file:
         file.write('{"launcher": ["vm", 2], "more": 3}\n')  # of another version
         file.write('{"launcher": ["vm", ')  # of a launcher that was killed
     said: list[str] = []
-    with time_use.told(tmp_path, said.append):
+    with time_use.told(tmp_path, time.monotonic() - 90.0, said.append):
         pass
-    assert said == ["time: steps 100%"]
+    assert said == ["time: steps 96%, data 4%"]
 
 
 def test_a_launch_whose_log_folder_is_gone_ends_as_its_ranks_do(tmp_path):

@@ -1,5 +1,5 @@
 """Background agreement of ranks, without a collective in any step: when to stop, and that all run the same modules
-with the same learning rates.
+with the same learning rates, at the same batch.
 
 A thread of each rank polls the process group's store about once a second. At a step boundary the training loop only
 counts and reads the thread's results.
@@ -8,8 +8,9 @@ Stopping: one rank gets a stop signal and writes that to the store. Every thread
 that its rank has passed. From then on that rank waits at its next boundary for the result, so no rank is past its
 answer plus one. Rank 0 publishes the largest answer plus one, and all ranks stop at that boundary.
 
-Comparing: every ten seconds rank 0 selects a past boundary, and every thread reports its rank's trace and rate at it.
-Where two traces differ, the ranks stop as above; where two rates differ, rank 0 warns once.
+Comparing: every ten seconds rank 0 selects a past boundary, and every thread reports its rank's trace, rate and place
+in the data at it. Where two traces differ at one place, the ranks stop as above; where two rates or places differ, rank
+0 warns once.
 """
 
 from __future__ import annotations
@@ -39,16 +40,19 @@ REMEMBERED = 4096
 
 log = get_logger(__name__)
 
-# What a rank tells of a boundary: its trace, and its rate.
-Report: TypeAlias = tuple[int, float]
+# Epoch, and batch in it.
+Place: TypeAlias = tuple[int, int]
+# What a rank tells of a boundary: its trace, its rate, and its place in the data.
+Report: TypeAlias = tuple[int, float, Place]
 
 
 class BackgroundAgreement:
     """The background agreement of one run. `stop_requested`: whether this rank got a stop signal; called from any
-    thread. `on_rates`: called once, in the thread of rank 0, with the ranks whose rate differs from its own.
+    thread. `on_rates`, `on_places`: called once each, in the thread of rank 0, with the ranks whose rate or place
+    differs from its own.
 
-    Every rank must create it at the same place in the program, pass the same boundaries, and give its trace and its
-    rate there.
+    Every rank must create it at the same place in the program, pass the same boundaries, and give its trace, rate and
+    place there.
     """
 
     def __init__(
@@ -56,9 +60,11 @@ class BackgroundAgreement:
         stop_requested: Callable[[], bool],
         on_difference: Callable[[list[int]], ShardkitError],
         on_rates: Callable[[list[int]], None] = lambda different: None,
+        on_places: Callable[[list[int]], None] = lambda different: None,
     ) -> None:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self._stop_requested, self._on_difference, self._on_rates = stop_requested, on_difference, on_rates
+        self._stop_requested, self._on_difference = stop_requested, on_difference
+        self._warnings = [(_is_other_rate, on_rates), (_is_other_place, on_places)]
         self._changed = threading.Condition()
         self._passed = 0
         self._reports: OrderedDict[int, Report] = OrderedDict()
@@ -75,14 +81,14 @@ class BackgroundAgreement:
             _threads[thread] = self._closed
             thread.start()
 
-    def pass_boundary(self, trace: int = 0, rate: float = 0.0) -> bool:
+    def pass_boundary(self, trace: int = 0, rate: float = 0.0, place: Place = (0, 0)) -> bool:
         """Counts a boundary; returns whether all ranks stop here. Where traces differed, all ranks raise the error that
         `on_difference` makes for the ranks that differ from rank 0."""
         if self.world_size == 1:
             return self._stop_requested()
         with self._changed:
             self._passed += 1
-            self._reports[self._passed] = (trace, rate)
+            self._reports[self._passed] = (trace, rate, place)
             if len(self._reports) > REMEMBERED:
                 self._reports.popitem(last=False)
             while self._answered and self._stop_at is None and self._lost is None:
@@ -164,7 +170,7 @@ class _Poller:
         self._round = 0
         self._asked_at = time.monotonic()
         self._boundary: int | None = None
-        self._has_reported = self._has_warned = False
+        self._has_reported = False
         self._different: list[int] = []
 
     def poll(self, agreement: BackgroundAgreement) -> float:
@@ -234,9 +240,11 @@ class _Poller:
         self._different = _different(reports, _is_other_trace)
         if self._different:
             self._store.set("stop/told", "0")
-        if (with_other_rates := _different(reports, _is_other_rate)) and not self._has_warned:
-            self._has_warned = True
-            agreement._on_rates(with_other_rates)
+        for warning in [*agreement._warnings]:
+            is_other, warn = warning
+            if ranks := _different(reports, is_other):
+                agreement._warnings.remove(warning)
+                warn(ranks)
         self._store.set(f"{key}/done", "1")
 
     def _forget(self, key: str, agreement: BackgroundAgreement) -> None:
@@ -256,9 +264,14 @@ def _different(reports: list[Report | None], is_other: Callable[[Report, Report]
 
 
 def _is_other_trace(report: Report, first: Report) -> bool:
-    return report[0] != first[0]
+    """At another place in the data, the boundary is that of another step."""
+    return report[0] != first[0] and not _is_other_place(report, first)
 
 
 def _is_other_rate(report: Report, first: Report) -> bool:
     """CPUs of different types may round a schedule's cosine differently."""
     return not math.isclose(report[1], first[1], rel_tol=1e-6, abs_tol=1e-12)
+
+
+def _is_other_place(report: Report, first: Report) -> bool:
+    return report[2] != first[2]

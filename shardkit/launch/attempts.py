@@ -117,7 +117,7 @@ def around(spec: LaunchSpec) -> Iterator[tuple[Start, Path]]:
             if spec.launch.min_machines is None or spec.has_number:
                 stack.enter_context(folders.held(log_dir, spec.machine_rank))
             stack.enter_context(native_words_in(log_dir, spec))
-        with time_use.told(log_dir, say):
+        with time_use.told(log_dir, began_s, say):
             yield start, log_dir
         world = "" if spec.launch.min_machines else f"{counted(spec.world_size, 'rank')}, "
         say(f"done in {_duration(time.monotonic() - began_s)}, {world}exit 0")

@@ -88,6 +88,17 @@ _BY_MESSAGE = (
         "shardkit.recompute: blocks",
     ),
     (
+        "grad can be implicitly created only for scalar outputs",
+        'a backward begins at one number: reduce the loss, as loss.mean() does (reduction="none" and a model that '
+        "returns a loss for each sample leave that to the script)",
+    ),
+    (
+        "loaded state dict (has a different number of parameter groups|contains a parameter group that doesn't match)",
+        "it is the state of an optimizer of other parameters: make the model, what of it is trained, and the "
+        "optimizer's groups as when it was saved; accelerator.save_state(folder) and load_state(folder) keep both "
+        "together",
+    ),
+    (
         "module 'torch' has no attribute 'xla'",
         "torch.utils.checkpoint does not know XLA devices: set xla_fsdp_grad_ckpt: true in place of it, or call "
         "torch_xla.utils.checkpoint.checkpoint",

@@ -78,25 +78,28 @@ def record(log_dir: Path, machine: int, found: Attempt, say: Callable[[str], Non
 
 
 @contextmanager
-def told(log_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Says the summary of this launch's attempts where all went well inside."""
+def told(log_dir: Path, began_s: float, say: Callable[[str], None]) -> Iterator[None]:
+    """Says the summary of this launch, which has begun then, where all went well inside."""
     yield
-    if text := summary([*_recorded(log_dir)]):
+    if text := summary([*_recorded(log_dir)], time.monotonic() - began_s):
         say(text)
 
 
-def summary(attempts: Collection[Attempt]) -> str:
-    """The line for the end of a launch with these attempts; "" where it is not worth one."""
-    wall_s, lost_s = sum(one.wall_s for one in attempts), sum(one.lost_s for one in attempts)
+def summary(attempts: Collection[Attempt], wall_s: float) -> str:
+    """The line for the end of a launch with these attempts, which has lasted so long; "" where it is not worth one. The
+    time before an attempt, as until all machines are there, is part of "start"."""
+    lost_s = sum(one.lost_s for one in attempts)
     if not attempts or (wall_s < SHOWN_FROM_S and len(attempts) == 1):
         return ""
-    total: Counter[str] = Counter()
-    for one in attempts:
-        total.update(one.spent_s)
-    shares = [(seconds / wall_s, _CALLED.get(kind, kind)) for kind, seconds in total.most_common()]
+    total = {kind: sum(one.spent_s[kind] for one in attempts) for kind in phase_clock.KINDS}
+    total["start"] += max(0.0, wall_s - sum(one.wall_s for one in attempts))
+    wall_s, longest = sum(total.values()), sorted(total.items(), key=lambda item: -item[1])
+    shares = [(seconds / wall_s, _CALLED.get(kind, kind)) for kind, seconds in longest]
     text = ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= SHOWN_SHARE)
     if lost_s:
         text += f"; {lost_s / wall_s:.0%} lost to {counted(sum(one.is_failed for one in attempts), 'restart')}"
+    if total["steps"] and not total["data"]:
+        text += "\n  no loader was prepared, so that waits for batches are part of steps"
     if (share := total["data"] / wall_s) >= MUCH_DATA:
         text += f"\n  ranks waited for batches: more DataLoader workers (num_workers) may save up to {share:.0%}"
     return f"time: {text}"

@@ -28,6 +28,14 @@ class Boundaries:
             self._events.on_missed_boundary()
         self._is_due, self._loader = True, loader
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Epoch, and batch in it, of the loader in whose loop the last step was; (0, 0) without a loader."""
+        if self._loader is None:
+            return 0, 0
+        loop = self._loader.newest_loop
+        return self._loader.epoch, 0 if loop is None else loop.yielded
+
     def note_meeting(self) -> None:
         """Notes that all ranks have just run a collective, so they process this batch together."""
         self._have_ranks_met = True

@@ -11,7 +11,7 @@ from shardkit import env
 from shardkit.distributed.background_agreement import BackgroundAgreement
 from shardkit.errors import Preempted
 from shardkit.log import get_logger
-from shardkit.runtime.likely_mistakes import learning_rates
+from shardkit.runtime.likely_mistakes import learning_rates, same_batches
 from shardkit.runtime.likely_mistakes.same_modules import noticed_late
 from shardkit.runtime.project import missing_for_series
 from shardkit.runtime.run import Run
@@ -29,7 +29,7 @@ def watch(run: Run) -> None:
     if env.resolved_config_path() is not None:
         preemption.install()
         run.events.on_missed_boundary = partial(_warn_without_boundaries, run)
-    run.watch = BackgroundAgreement(preemption.is_requested_here, noticed_late, learning_rates.warn)
+    run.watch = BackgroundAgreement(preemption.is_requested_here, noticed_late, learning_rates.warn, same_batches.warn)
     _watches.add(run.watch)
     run.events.at_boundary = partial(pass_boundary, run)
 
@@ -38,7 +38,8 @@ def pass_boundary(run: Run) -> None:
     """Returns where no rank got a stop signal; else saves and raises Preempted, on all ranks at the same boundary."""
     _warn_unless_resumed(run)
     assert run.watch is not None
-    if not run.watch.pass_boundary(run.same_modules.trace(), learning_rates.as_number(run.optimizers)):
+    rate, at = learning_rates.as_number(run.optimizers), run.accumulation.boundaries.place
+    if not run.watch.pass_boundary(run.same_modules.trace(), rate, at):
         return
     from shardkit.runtime.checkpoints import saving
 
