@@ -908,6 +908,31 @@ def test_the_trainers_files_of_a_model_and_an_optimizer_come_back(ranks, tmp_pat
     assert stored > 0
 
 
+def trainers_files_of_another_kind(folder):
+    from shardkit.compat.utils import load_fsdp_model, load_fsdp_optimizer
+
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    texts = []
+    for load, objects in ((load_fsdp_model, (model,)), (load_fsdp_optimizer, (optimizer, model))):
+        with pytest.raises(FileNotFoundError) as error:
+            load(None, accelerator, *objects, folder)
+        texts.append(str(error.value))
+    return texts
+
+
+def test_a_trainers_checkpoint_of_ddp_or_deepspeed_is_named_as_such_under_fsdp(ranks, tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    for of_model, of_optimizer in ranks.run(2, trainers_files_of_another_kind, str(tmp_path)):
+        assert of_model == (
+            f"checkpoint: {tmp_path}: was not saved under FSDP with shardkit (no pytorch_model_fsdp_0); resume with "
+            "the distributed_type that it was saved with, or begin a new run with its weights: "
+            f"from_pretrained('{tmp_path}'), without resume_from_checkpoint."
+        )
+        assert "(no optimizer_0)" in of_optimizer
+
+
 def test_arguments_of_accelerates_that_shardkit_does_not_run_are_refused(clean_states):
     with pytest.raises(UsageError, match="does not run DeepSpeed"):
         Accelerator(deepspeed_plugin=object())

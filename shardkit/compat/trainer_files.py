@@ -6,7 +6,8 @@ has the settings.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,25 @@ from shardkit import env
 from shardkit.compat.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from shardkit.compat.operations import is_peft_model
 from shardkit.distributed.tensors import clean_name, every_parameter
+from shardkit.errors import CheckpointMissing
 from shardkit.runtime.checkpoints import separate_checkpoints
 
 
 def _folder(folder: str | Path, name: str, number: int) -> Path:
     return Path(folder) / f"{name}_{number}"
+
+
+@contextmanager
+def _saved_under_fsdp(folder: Path) -> Iterator[None]:
+    """Says of a folder that is missing which checkpoints have none."""
+    try:
+        yield
+    except CheckpointMissing:
+        raise CheckpointMissing(
+            f"checkpoint: {folder.parent}: was not saved under FSDP with shardkit (no {folder.name}); resume with the "
+            "distributed_type that it was saved with, or begin a new run with its weights: "
+            f"from_pretrained({str(folder.parent)!r}), without resume_from_checkpoint."
+        ) from None
 
 
 def save_fsdp_model(
@@ -51,9 +66,9 @@ def load_fsdp_model(
 ) -> None:
     """Load a model that `save_fsdp_model` saved with the same `adapter_only`. Collective."""
     only_trained = adapter_only and is_peft_model(model)
-    separate_checkpoints.load_only_model(
-        accelerator._run, model, _folder(input_dir, FSDP_MODEL_NAME, model_index), only_trained
-    )
+    folder = _folder(input_dir, FSDP_MODEL_NAME, model_index)
+    with _saved_under_fsdp(folder):
+        separate_checkpoints.load_only_model(accelerator._run, model, folder, only_trained)
 
 
 def save_fsdp_optimizer(
@@ -82,7 +97,8 @@ def load_fsdp_optimizer(
 ) -> None:
     """Load a state that `save_fsdp_optimizer` saved. Collective."""
     folder = _folder(input_dir, OPTIMIZER_NAME, optimizer_index)
-    separate_checkpoints.load_only_optimizer(accelerator._run, optimizer, model, folder)
+    with _saved_under_fsdp(folder):
+        separate_checkpoints.load_only_optimizer(accelerator._run, optimizer, model, folder)
 
 
 def fsdp2_load_full_state_dict(accelerator: Any, model: nn.Module, full_sd: dict[str, Any], *_: Any, **__: Any) -> None:
