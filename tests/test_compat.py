@@ -933,6 +933,13 @@ def test_a_trainers_checkpoint_of_ddp_or_deepspeed_is_named_as_such_under_fsdp(r
         assert "(no optimizer_0)" in of_optimizer
 
 
+def test_a_command_that_starts_accelerate_launch_is_told_which_script_to_start():
+    from shardkit.compat.commands.launch import launch_command_parser
+
+    with pytest.raises(UsageError, match=r"start the script itself with shardkit launch, such as -m trl\.scripts\.sft"):
+        launch_command_parser()
+
+
 def test_arguments_of_accelerates_that_shardkit_does_not_run_are_refused(clean_states):
     with pytest.raises(UsageError, match="does not run DeepSpeed"):
         Accelerator(deepspeed_plugin=object())

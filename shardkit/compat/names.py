@@ -170,7 +170,7 @@ _AXES = (
     "tensor and sequence parallelism are not supported; use FSDP, with dp_replicate_size and dp_shard_size of "
     "ParallelismConfig"
 )
-_LAUNCHED = "start ranks with shardkit launch"
+_LAUNCHED = "start the script itself with shardkit launch, such as -m trl.scripts.sft for `trl sft`"
 _TPU = "shardkit does not install packages; pip install 'shardkit[tpu]' in a separate environment"
 _WRITTEN = "write a configuration file with shardkit config"
 _TRACKERS = f"use {alternatives([*KNOWN])}, or a tracker class in the script"
