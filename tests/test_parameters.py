@@ -16,6 +16,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, distribute_tensor
 from shardkit import Accelerator
 from shardkit.distributed.collectives import broadcast_object_list
 from shardkit.errors import ModelError, UsageError
+from shardkit.runtime.steps import foreign_steps
 from shardkit.sharding.tensors import pickled_parts
 from tests import loops
 from tests.loops.net import Net, adam, loss_of
@@ -277,6 +278,27 @@ def test_an_optimizer_built_before_and_not_prepared_is_refused_at_its_first_step
     for text in ranks.run(2, unprepared_optimizer, 1, kind):
         assert text.startswith("optimizer step: AdamW was built before its model was prepared, and was not prepared")
     assert ranks.run(2, unprepared_optimizer, 3, kind) == ["", ""]
+
+
+def test_models_are_walked_through_for_an_unprepared_optimizer_only_where_something_has_changed(alone, monkeypatch):
+    accelerator, walks = accelerator_for(3), []
+    monkeypatch.setattr(foreign_steps, "every_parameter", lambda model: walks.append(model) or iter(model.parameters()))
+    first, second = accelerator.prepare(Net()), Net()
+    optimizer = adam(second.parameters())
+
+    def noticed() -> bool:
+        for _ in range(3):
+            optimizer.step()
+        return optimizer in foreign_steps.stepped_on(accelerator._run.accumulation)
+
+    assert not noticed()
+    assert walks == [first]
+    prepared = accelerator.prepare(second)
+    assert noticed()
+    assert walks == [first, first, prepared]
+    optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+    assert noticed()
+    assert walks == [first, first, prepared, first, prepared]
 
 
 def added_to_the_optimizer(strategy: int) -> list[str]:

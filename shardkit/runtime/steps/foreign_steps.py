@@ -6,11 +6,12 @@ each step of any optimizer in the process.
 """
 
 from functools import cache
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardkit.distributed.tensors import every_parameter
@@ -24,8 +25,20 @@ from shardkit.sharding.original_parameters import ReleasedParameter
 
 log = get_logger(__name__)
 _runs: WeakSet[Accumulation] = WeakSet()
-_checked: WeakKeyDictionary[torch.optim.Optimizer, list[torch.Tensor]] = WeakKeyDictionary()
-"""The parameters of optimizers that were not prepared, at their last step."""
+
+
+class _Seen(NamedTuple):
+    """An optimizer that was not prepared, at its last step: models are walked through again only where it or they are
+    others."""
+
+    parameters: list[torch.Tensor]
+    models: list[ref[nn.Module]]
+    """All that were prepared by then."""
+    owners: WeakSet[Accumulation]
+    """The runs whose models it trains."""
+
+
+_seen: WeakKeyDictionary[torch.optim.Optimizer, _Seen] = WeakKeyDictionary()
 
 
 def watch(accumulation: Accumulation) -> None:
@@ -41,7 +54,7 @@ def others(accumulation: Accumulation) -> list[Accumulation]:
 
 def stepped_on(accumulation: Accumulation) -> list[torch.optim.Optimizer]:
     """The optimizers that were not prepared and have stepped on its models."""
-    return [one for one in _checked if any(owner is accumulation for owner in _owners(one))]
+    return [optimizer for optimizer, seen in _seen.items() if accumulation in seen.owners]
 
 
 @cache
@@ -53,21 +66,29 @@ def _install() -> None:
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if _is_inside_prepared():
         return
-    parameters = [*parameters_of(optimizer)]
+    seen = _seen.get(optimizer)
+    parameters, models = [*parameters_of(optimizer)], [ref(model) for run in _runs for model in run.models]
+    is_same = seen is not None and same_objects(seen.parameters, parameters)
+    if seen is None or not is_same or seen.models != models:
+        _refuse_released(optimizer, parameters)
+        seen = _Seen(parameters, models, WeakSet(_owners(optimizer)))
+    for accumulation in seen.owners:
+        _refuse_early(accumulation, type(optimizer).__name__, parameters)
+        if not is_same:
+            refuse_unfit(optimizer)
+            accumulation.events.on_foreign_optimizer(optimizer)
+        accumulation.events.before_foreign_step()
+    _seen[optimizer] = seen
+
+
+def _refuse_released(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+    """UsageError where it has parameters that a prepared model no longer has."""
     if any(isinstance(parameter, ReleasedParameter) for parameter in parameters):
         raise UsageError(
             f"optimizer step: {type(optimizer).__name__} was built before its model was prepared, and was not prepared "
             "itself, so it holds parameters that the model no longer has; prepare both: "
             "model, optimizer = accelerator.prepare(model, optimizer)."
         )
-    is_new = not same_objects(_checked.get(optimizer, []), parameters)
-    for accumulation in _owners(optimizer):
-        _refuse_early(accumulation, type(optimizer).__name__, parameters)
-        if is_new:
-            refuse_unfit(optimizer)
-            accumulation.events.on_foreign_optimizer(optimizer)
-        accumulation.events.before_foreign_step()
-    _checked[optimizer] = parameters
 
 
 def _refuse_early(accumulation: Accumulation, name: str, parameters: list[torch.Tensor]) -> None:
@@ -88,7 +109,8 @@ def _refuse_early(accumulation: Accumulation, name: str, parameters: list[torch.
 def _note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if _is_inside_prepared():
         return
-    owners = _owners(optimizer)
+    seen = _seen.get(optimizer)
+    owners = [] if seen is None else [*seen.owners]
     for accumulation in owners:
         accumulation.note_step(optimizer, was_skipped=False)
     if not owners and any(run.models for run in _runs) and dist.is_initialized() and dist.get_world_size() > 1:
