@@ -3,11 +3,13 @@ cannot be split is refused."""
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardkit import Accelerator
@@ -297,12 +299,13 @@ def test_one_process_has_whole_sequences(alone):
         assert pair == (tokens, "a")
 
 
-def by_hand(after):
-    accelerator = Accelerator(config=settings("FULL_SHARD", fsdp_activation_checkpointing=True))
+def by_hand(after, whole_model):
+    accelerator = Accelerator(config=settings("FULL_SHARD", fsdp_activation_checkpointing=not whole_model))
     model, _, loader = parts(accelerator)
     tokens, targets = next(iter(loader))
+    recomputed = partial(checkpoint, model, use_reentrant=False) if whole_model else model
     with accelerator.context_parallel(tokens, targets) as (own, own_targets):
-        loss = loss_of(model, own, own_targets)
+        loss = loss_of(recomputed, own, own_targets)
         if not after:
             loss.backward()
     if after:
@@ -313,8 +316,9 @@ def by_hand(after):
     return [parameter.grad.full_tensor().norm().item() for parameter in model.parameters()]
 
 
-def test_a_backward_recomputes_in_the_region_also_after_it(ranks):
-    inside, after = (ranks.run(2, by_hand, after)[0] for after in (False, True))
+@pytest.mark.parametrize("whole_model", [False, True])
+def test_a_backward_recomputes_in_the_region_also_after_it(ranks, whole_model):
+    inside, after = (ranks.run(2, by_hand, after, whole_model)[0] for after in (False, True))
     torch.testing.assert_close(inside, after)
 
 

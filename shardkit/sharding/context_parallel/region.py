@@ -38,9 +38,10 @@ class Region:
     def __init__(self, group: ContextGroup, everyone: control.ControlGroup, device: torch.device) -> None:
         self.group = group
         self.slices: list[Slice] = []
-        """Of the present region."""
+        """Of the present region, or of the last one, which a backward may recompute."""
         self.everyone, self._device = everyone, device
         self._left_to_compare = COMPARED
+        self._is_inside = False
         if group.size > 1:
             _install()
 
@@ -89,7 +90,7 @@ class Region:
     @contextmanager
     def _entered(self, tensors: Sequence[torch.Tensor], dims: Sequence[int]) -> Iterator[None]:
         """Inside, these tensors' slices are those of the region."""
-        if self.slices:
+        if self._is_inside:
             raise UsageError("context_parallel: the script is inside of one already; leave it before the next.")
         if not tensors:
             raise UsageError(
@@ -99,12 +100,13 @@ class Region:
         self._compare_shapes(tensors)
         for tensor, dim in zip(tensors, dims, strict=True):
             self._refuse_uneven(tensor, dim)
+        self.slices = [self._slice(tensor, dim) for tensor, dim in zip(tensors, dims, strict=True)]
+        self._is_inside = True
         try:
-            self.slices = [self._slice(tensor, dim) for tensor, dim in zip(tensors, dims, strict=True)]
             with self.whole_sequences():
                 yield
         finally:
-            self.slices = []
+            self._is_inside = False
 
     @property
     def is_active(self) -> bool:
