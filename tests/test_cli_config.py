@@ -210,7 +210,7 @@ def test_show_proves_where_each_value_comes_from(capsys, monkeypatch):
     out, _ = shardkit(capsys, "config", "show")
     assert yaml.safe_load(out)["mixed_precision"] == "bf16"
     out, _ = shardkit(capsys, "config", "show", "shardkit.mesh")
-    assert out == "shardkit.mesh.replicate_size: 0\nshardkit.mesh.shard_size: 0\n"
+    assert out == "shardkit.mesh.replicate_size: 0\nshardkit.mesh.shard_size: 0\nshardkit.mesh.context_size: 1\n"
     Path("other.yaml").write_text("num_processes: 4\nmixed_precision: bf16\n")
     out, _ = shardkit(capsys, "config", "show", "--diff", "other.yaml", "--json")
     assert set(json.loads(out)["num_processes"]) == {"here", "other"}
