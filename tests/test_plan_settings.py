@@ -88,6 +88,7 @@ EFFECTS: dict[str, dict[str, str]] = {
         "shardkit.mesh.replicate_size": "4",
     },
     "shardkit.mesh.shard_size": {"fsdp_config.fsdp_sharding_strategy": "4", "shardkit.mesh.shard_size": "4"},
+    "shardkit.mesh.context_size": {"shardkit.mesh.context_size": "2"},
     "shardkit.ddp.comm_hook": {"fsdp_config.fsdp_sharding_strategy": "3", "shardkit.ddp.comm_hook": "power_sgd"},
     "shardkit.ddp.broadcast_buffers": {},
     "shardkit.recompute": {"fsdp_config.fsdp_activation_checkpointing": "true", "shardkit.recompute": "operators"},

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shardkit.model.describe import TransformerFacts
+from shardkit.plan.context import key_value_heads
 
 _FP32_BYTES = 4
 
@@ -35,7 +36,7 @@ LOSS_TEXTS = {
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that one micro-batch saves on one rank.
+    """Bytes that one micro-batch saves on one rank, and the rank's tokens in it.
 
     block_bytes: all of one block; block_input_bytes: its input only (what activation checkpointing saves);
     logits_bytes: logits, log-softmax and gradients at the loss; output_bytes: the logits alone, if the script holds the
@@ -47,6 +48,7 @@ class Activations:
     logits_bytes: int = 0
     output_bytes: int = 0
     gaps: tuple[str, ...] = ()
+    tokens: int = 0
 
 
 def of_transformer(
@@ -56,23 +58,34 @@ def of_transformer(
     itemsize: int,
     loss: Loss = Loss.HELD,
     is_autocast: bool = False,
+    shared_by: int = 1,
 ) -> Activations:
-    """Activations of one micro-batch of `batch_size` sequences; `itemsize` is the compute dtype's.
+    """Activations of one micro-batch of `batch_size` sequences, each on `shared_by` ranks; `itemsize` is the compute
+    dtype's.
 
     Under autocast the residual stream and the inputs of norms stay in fp32. Matrix products that share an input each
     cast it separately, which is not counted.
     """
-    tokens = batch_size * seq_len
+    tokens = batch_size * seq_len // shared_by
     vocabulary = facts.vocabulary or 0
     stream = _FP32_BYTES if is_autocast else itemsize
     # Under a lower compute dtype the outputs are cast up, and the loss is computed in fp32.
+    exchanged = 0 if shared_by == 1 else exchanged_numel(facts, shared_by) * itemsize
     return Activations(
-        block_bytes=tokens * (block_token_bytes(facts, itemsize) + 2 * facts.hidden * (stream - itemsize)),
+        block_bytes=tokens * (block_token_bytes(facts, itemsize) + exchanged + 2 * facts.hidden * (stream - itemsize)),
         block_input_bytes=tokens * facts.hidden * stream,
         logits_bytes=tokens * vocabulary * LOSS_BYTES[loss],
         output_bytes=tokens * vocabulary * _FP32_BYTES if loss is Loss.HELD else 0,
         gaps=(*facts.gaps, *(("autocast's copies",) if is_autocast and not facts.casts_once else ())),
+        tokens=tokens,
     )
+
+
+def exchanged_numel(facts: TransformerFacts, shared_by: int) -> int:
+    """Elements that one block saves per token in addition where ranks share sequences: attention's output is there for
+    whole sequences and for the slice, and repeated keys and values."""
+    repeated = 2 * (key_value_heads(facts, shared_by) - facts.key_value_heads)
+    return facts.width_of_head * (facts.heads + repeated)
 
 
 def block_token_bytes(facts: TransformerFacts, itemsize: int) -> int:

@@ -23,8 +23,8 @@ USUAL_TOKENS = 8192
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A model, a configuration, and the machines to plan for. `batch_size`: sequences per micro-batch and rank.
-    `ranks_per_machine`: of a full machine; a world may have fewer ranks. `ranks_joined`: those that the device's fast
+    """A model, a configuration, and the machines to plan for. `batch_size`: sequences per micro-batch and rank, or group
+    of ranks that share each. `ranks_per_machine`: of a full machine; a world may have fewer ranks. `ranks_joined`: those that the device's fast
     links join, of which a rack or a pod has several machines'.
 
     `is_on_tpu`: the configuration was translated from PyTorch/XLA (`tpu.as_planned`). `own_optimizer`, `own_batch`: the
@@ -78,6 +78,25 @@ class PlanRequest:
         """Tokens of a sequence: as given, else the model's maximum; None if that is unknown."""
         facts = self.description.facts
         return self.seq_len or (facts.seq_len if facts else None)
+
+    @property
+    def shared_by(self) -> int:
+        """Ranks that share each sequence."""
+        return self.config.shardkit.mesh.context_size
+
+    @property
+    def rank_tokens(self) -> int | None:
+        """Tokens of a rank in a micro-batch, where they are known."""
+        tokens = self.sequence_tokens
+        return self.batch_size * tokens // self.shared_by if self.batch_size and tokens else None
+
+    @property
+    def step_sequences(self) -> int | None:
+        """Sequences of one optimizer step, over all ranks; None where the batch is unknown."""
+        if not self.batch_size:
+            return None
+        steps = self.config.shardkit.gradient_accumulation_steps
+        return self.batch_size * self.world_size // self.shared_by * steps
 
     @property
     def has_unusual_sequences(self) -> bool:
@@ -249,6 +268,11 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "batch": request.own_batch,
         "batch_size": request.batch_size,
         "seq_len": request.sequence_tokens,
+        "context": {
+            "size": request.shared_by,
+            "rank_tokens": request.rank_tokens,
+            "step_sequences": request.step_sequences,
+        },
         "run": asdict(request.run) if request.run else None,
         "strategies": [_row_json(row, request.rank_device) for row in answer.rows],
         "chosen": answer.chosen.value,
@@ -316,6 +340,7 @@ def _row_json(row: Row, device: Device) -> dict[str, Any]:
             "tokens_per_s": [time.tokens / time.slowest_s, time.tokens / time.fastest_s],
             "inside_s": time.inside_s,
             "between_s": time.between_s,
+            "exchange_s": time.exchange_s,
             "mfu": [time.worst_mfu, time.best_mfu],
         },
         "run_estimate": asdict(row.run) if row.run else None,

@@ -19,6 +19,7 @@ from shardkit.plan.notes import (
     check_seq_len,
     frozen_above,
     frozen_in_fp32,
+    note_on_shared_sequences,
     note_on_time,
     notes_on,
     outputs_in_16_bits,
@@ -70,6 +71,7 @@ def answer(
         frozen_in_fp32(request),
         None if how else outputs_in_16_bits(request),
         note_on_time(request),
+        note_on_shared_sequences(changed),
     ]
     return Answer(
         request=request,

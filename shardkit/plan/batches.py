@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit.errors import UsageError
 from shardkit.model.probe import error_text, imported, where
+from shardkit.sharding.context_parallel.region import Region
 from shardkit.signatures import signature
 
 LossFunction = Callable[[nn.Module], tuple[Any, torch.Tensor]]
@@ -66,6 +69,36 @@ def next_token_loss(tokens: torch.Tensor, vocabulary: int) -> LossFunction:
         return logits, functional.cross_entropy(logits.reshape(-1, vocabulary), tokens.reshape(-1))
 
     return loss
+
+
+def of_slices(region: Region, batch: Any, loss_of: Callable[[Any], LossFunction]) -> LossFunction:
+    """The loss of this rank's slices of the batch, in the region. Without ranks that share sequences: of the batch."""
+
+    is_packed = isinstance(batch, Mapping) and "position_ids" in batch
+
+    def loss(model: nn.Module) -> tuple[Any, torch.Tensor]:
+        with region.split([batch], 1) as (own,), nullcontext() if is_packed else _one_sequence_a_row():
+            region.note_forward()
+            return loss_of(own)(model)
+
+    return loss
+
+
+@contextmanager
+def _one_sequence_a_row() -> Iterator[None]:
+    """Inside, Transformers need not read from positions whether a row has several sequences: of fake tensors it cannot,
+    and would attend with a mask of all pairs, and with keys repeated for each head (`find_packed_sequence_indices` in
+    its masking_utils, 5.14)."""
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    found = getattr(masks, "find_packed_sequence_indices", None)
+    if found is None:
+        yield
+        return
+    masks.find_packed_sequence_indices = lambda positions: None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = found
 
 
 def without_output(loss: LossFunction) -> LossFunction:

@@ -26,7 +26,7 @@ from shardkit.config.schema import BackwardPrefetch, Config, ShardingStrategy
 from shardkit.model.blocks import repeated_classes
 from shardkit.model.describe import TransformerFacts
 from shardkit.model.tree import ModuleNode
-from shardkit.plan import activations
+from shardkit.plan import activations, context
 from shardkit.plan.activations import Activations, Loss
 from shardkit.plan.averages import Ema
 from shardkit.plan.rank_memory import Memory, Moment, RankMemory
@@ -65,11 +65,13 @@ def estimate(
     loss: Loss = Loss.HELD,
     ema: Ema = Ema.NO,
 ) -> Estimate:
-    """Memory and traffic of a model under a configuration; `batch_size`: sequences per micro-batch and rank.
-    `ranks_joined`: those that fast links join, by default a machine's.
+    """Memory and traffic of a model under a configuration; `batch_size`: sequences per micro-batch and rank, or group of
+    ranks that share each. `ranks_joined`: those that fast links join, by default a machine's.
 
-    Raises ModelError if the wrap policy does not fit the model, UsageError for an unknown optimizer or mesh.
+    Raises ModelError if the wrap policy does not fit the model, UsageError for an unknown optimizer or mesh, and where
+    ranks cannot share sequences.
     """
+    context.check(config.shardkit.mesh.context_size, world_size, facts, _tokens(facts, batch_size, seq_len))
     plan = layout(tree, config, world_size, min(ranks_per_machine, world_size), optimizer, ema)
     kept = known_activations(tree, config, facts, batch_size, seq_len, loss)
     walk = _walk_ddp if plan.axes.mode != "fsdp" else _walk_fsdp
@@ -86,6 +88,9 @@ def estimate(
     memory = RankMemory(top.memory, top.text, timeline, host, not gaps, gaps)
     joined = ranks_joined or ranks_per_machine
     sent = traffic(plan, config, world_size, joined)
+    if config.shardkit.mesh.context_size > 1 and kept and facts:
+        slices = kept.tokens, itemsize(compute_dtype(tree, config))
+        sent = Traffic((*sent.collectives, context.exchange(config, facts, *slices, joined)))
     return Estimate(config, plan.axes, len(plan.units) + 1, memory, sent, plan.in_step.flops)
 
 
@@ -98,12 +103,17 @@ def known_activations(
     loss: Loss,
 ) -> Activations | None:
     """Activations of one micro-batch; None if batch size, sequence length or the model's shape is unknown."""
-    seq_len = seq_len or (facts.seq_len if facts else None)
-    if facts is None or not batch_size or not seq_len:
+    tokens = _tokens(facts, batch_size, seq_len)
+    if facts is None or not batch_size or not tokens:
         return None
     is_autocast = config.mode != "fsdp" and dtypes(config).param in ("bf16", "fp16")
-    size = itemsize(compute_dtype(tree, config))
-    return activations.of_transformer(facts, batch_size, seq_len, size, loss, is_autocast)
+    size, shared_by = itemsize(compute_dtype(tree, config)), config.shardkit.mesh.context_size
+    return activations.of_transformer(facts, batch_size, tokens, size, loss, is_autocast, shared_by)
+
+
+def _tokens(facts: TransformerFacts | None, batch_size: int | None, seq_len: int | None) -> int | None:
+    """Tokens of a sequence: as given, else, with a batch, the model's maximum."""
+    return seq_len or (facts.seq_len if facts and batch_size else None)
 
 
 def _why_unknown(facts: TransformerFacts | None, batch_size: int | None) -> str:

@@ -12,7 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.config.schema import Config
+from shardkit.distributed.control import ControlGroup
 from shardkit.distributed.process import Process
+from shardkit.sharding.context_parallel.groups import ContextGroup
+from shardkit.sharding.context_parallel.region import Region
 from shardkit.sharding.mesh import build_mesh
 
 
@@ -50,6 +53,14 @@ def joined(config: Config, world_size: int, ranks_per_machine: int) -> Iterator[
     finally:
         dist.destroy_process_group()
         dist.set_debug_level(level)
+
+
+def shared_sequences(config: Config) -> Region:
+    """The region in which rank 0 has its slices of sequences, inside of `joined`. Its group is of the world's ranks,
+    also where the process is alone."""
+    size = config.shardkit.mesh.context_size
+    group = ContextGroup(size, 0, dist.new_group(list(range(size)))) if size > 1 else ContextGroup()
+    return Region(group, ControlGroup(), torch.device("cpu"))
 
 
 def with_fake_tensors(model: nn.Module) -> nn.Module:

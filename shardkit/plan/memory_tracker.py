@@ -39,6 +39,7 @@ _PAYLOADS = {
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::alltoall_base_": ("all_to_all", 1),
+    "_c10d_functional::all_to_all_single": ("all_to_all", 0),
     "c10d::broadcast_": ("broadcast", 0),
 }
 
@@ -173,7 +174,7 @@ class MemoryTracker(TorchDispatchMode):
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor, category)
-        if name.startswith(("fsdp::", "c10d::", "_c10d_functional::all_gather")):
+        if name.startswith(("fsdp::", "c10d::")) or name in _PAYLOADS:
             self._see_collective(name, args, kwargs, result)
         self._note()
 

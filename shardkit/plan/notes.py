@@ -6,10 +6,12 @@ from itertools import dropwhile
 from shardkit.config.meaning import dtypes, eight_bits, offloads_state
 from shardkit.errors import UsageError
 from shardkit.model.cut import shard_dim
-from shardkit.plan.answer import PlanRequest
+from shardkit.plan import context
+from shardkit.plan.answer import Change, PlanRequest
 from shardkit.plan.closed_form import keeps_on_host, keeps_shards_on_host
 from shardkit.plan.roofline import unlike_published, why_unknown
 from shardkit.plan.unit_sizes import axes
+from shardkit.wording import counted
 
 # Rows of a table of positions that no token uses: 2 in BART and OPT, one more than the padding index in RoBERTa.
 _UNUSED_POSITIONS = 8
@@ -117,6 +119,32 @@ def notes_on(request: PlanRequest) -> Iterator[str]:
         yield _EIGHT_BITS
     if config.shardkit.ddp.comm_hook == "power_sgd":
         yield _POWER_SGD
+    if request.shared_by > 1:
+        yield _of_shared_sequences(request)
+
+
+def note_on_shared_sequences(changes: tuple[Change, ...]) -> str | None:
+    """What else to do where one of the changes is that ranks share sequences."""
+    if not any(context.KEY in change.text for change in changes):
+        return None
+    return (
+        f"{context.KEY}: the script's forward and loss run inside of accelerator.context_parallel. A step then has "
+        "fewer sequences; shardkit.gradient_accumulation_steps makes up for it."
+    )
+
+
+def _of_shared_sequences(request: PlanRequest) -> str:
+    """What ranks that share sequences compute, and exchange."""
+    ranks, facts = request.shared_by, request.description.facts
+    text = f"{ranks} ranks share each sequence, inside of accelerator.context_parallel in the script"
+    if facts is None or not request.rank_tokens or not request.step_sequences:
+        missing = "the model's shape is unknown" if facts is None else "add --batch-size"
+        return f"{text}; what they exchange in attention is not in the traffic: {missing}."
+    tokens, sequences = counted(request.rank_tokens, "token"), counted(request.step_sequences, "sequence")
+    return (
+        f"{text}: each computes {tokens} of a micro-batch, and a step has {sequences} over all ranks. Attention waits "
+        "for what they exchange, also in the fastest time."
+    )
 
 
 def note_on_time(request: PlanRequest) -> str | None:
@@ -129,7 +157,7 @@ def note_on_time(request: PlanRequest) -> str | None:
         return f"No time is estimated: the model's code decides {reason}."
     if not request.device.flops:
         return None
-    unlike = unlike_published(description.tree, facts, batch_size, seq_len, request.world_size)
+    unlike = unlike_published(description.tree, facts, batch_size, seq_len, request.world_size, request.shared_by)
     offloads = keeps_on_host(request.config) or keeps_shards_on_host(request.config)
     state = _OFFLOADED_STATE if offloads_state(request.config) else None
     return " ".join(filter(None, [unlike, _OFFLOAD if offloads else None, state])) or None

@@ -52,8 +52,11 @@ def _headline(request: PlanRequest) -> str:
         load.append(f"micro-batch of {request.own_batch}")
     if request.batch_size and request.sequence_tokens:
         by_formula = " in the closed form" if request.own_batch else ""
-        tokens = counted(request.sequence_tokens, "token")
-        load.append(f"micro-batch {request.batch_size:,} x {tokens} a rank{by_formula}")
+        tokens, ranks = counted(request.sequence_tokens, "token"), request.shared_by
+        each = "a rank" if ranks == 1 else f"for {ranks} ranks, which share each sequence"
+        load.append(f"micro-batch {request.batch_size:,} x {tokens} {each}{by_formula}")
+    elif request.shared_by > 1:
+        load.append(f"sequences shared by {request.shared_by} ranks")
     if config.shardkit.gradient_accumulation_steps > 1:
         load.append(f"{config.shardkit.gradient_accumulation_steps} micro-batches a step")
     if config.fsdp.activation_checkpointing:

@@ -18,6 +18,7 @@ from shardkit.plan.devices import (
     Device,
     Efficiency,
 )
+from shardkit.plan.traffic import Traffic
 from shardkit.plan.unit_sizes import compute_dtype
 from shardkit.wording import count_text, counted
 
@@ -46,11 +47,13 @@ class Work:
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one optimizer step. compute_s: at the best, typical and worst published efficiency; fastest_s: the
-    best with communication fully overlapped; slowest_s: the worst without overlap."""
+    best with communication fully overlapped, except the exchange between ranks that share sequences, exchange_s, for
+    which attention waits; slowest_s: the worst without overlap. `tokens`: of one rank."""
 
     compute_s: tuple[float, float, float]
     inside_s: float
     between_s: float
+    exchange_s: float
     model_flops: float
     peak_flops: float
     tokens: int
@@ -63,7 +66,7 @@ class StepTime:
 
     @property
     def fastest_s(self) -> float:
-        return max(self.compute_s[0], self.communication_s)
+        return max(self.compute_s[0] + self.exchange_s, self.communication_s)
 
     @property
     def slowest_s(self) -> float:
@@ -87,7 +90,8 @@ def step_time(
     batch_size: int | None,
     seq_len: int | None,
 ) -> StepTime | None:
-    """One rank's step time, or None if FLOPs or the device's speed are unknown."""
+    """One rank's step time, or None if FLOPs or the device's speed are unknown. Of a sequence that ranks share, each
+    computes a part."""
     config, traffic = estimated.config, estimated.traffic
     compute = compute_dtype(tree, config)
     peak = device.flops.get(compute)
@@ -97,7 +101,8 @@ def step_time(
         traffic.between_bytes and not device.network_bytes_per_s
     ):
         return None
-    tokens = batch_size * seq_len * config.shardkit.gradient_accumulation_steps
+    section = config.shardkit
+    tokens = batch_size * seq_len // section.mesh.context_size * section.gradient_accumulation_steps
     work = work_per_token(tree, facts, seq_len)
     recomputes = config.fsdp.activation_checkpointing
     flops = tokens * (work.useful + recomputed_part(config) * work.forward) + estimated.step_flops
@@ -105,12 +110,12 @@ def step_time(
     best = efficiency.high * (COMPILE_SPEEDUP if config.shardkit.compile else 1.0)
     if (kind := eight_bits(config)) and device.multiplies_in(kind) is not False:
         best *= EIGHT_BIT_SPEEDUP[kind]
+    inside_s, between_s = _seconds(traffic, device)
     return StepTime(
         compute_s=(flops / (peak * best), flops / (peak * efficiency.typical), flops / (peak * efficiency.low)),
-        inside_s=traffic.inside_bytes / (device.link_bytes_per_s * LINK_EFFICIENCY) if traffic.inside_bytes else 0.0,
-        between_s=(
-            traffic.between_bytes / (device.network_bytes_per_s * LINK_EFFICIENCY) if traffic.between_bytes else 0.0
-        ),
+        inside_s=inside_s,
+        between_s=between_s,
+        exchange_s=max(_seconds(traffic.on_axis("context"), device)),
         model_flops=tokens * work.useful,
         peak_flops=peak,
         tokens=tokens,
@@ -118,8 +123,17 @@ def step_time(
     )
 
 
+def _seconds(traffic: Traffic, device: Device) -> tuple[float, float]:
+    """What is sent, on the links inside machines and on those between."""
+    inside, between = traffic.inside_bytes, traffic.between_bytes
+    return (
+        inside / (device.link_bytes_per_s * LINK_EFFICIENCY) if inside else 0.0,
+        between / (device.network_bytes_per_s * LINK_EFFICIENCY) if between else 0.0,
+    )
+
+
 def unlike_published(
-    tree: ModuleNode, facts: TransformerFacts, batch_size: int, seq_len: int, world_size: int
+    tree: ModuleNode, facts: TransformerFacts, batch_size: int, seq_len: int, world_size: int, shared_by: int = 1
 ) -> str | None:
     """A note on what lies outside the runs that the efficiencies come from, where steps take longer; None if nothing
     does. Small products leave a device idle, and the latency of collectives and kernels is not in the estimate."""
@@ -128,8 +142,8 @@ def unlike_published(
         beyond.append(f"{count_text(tree.weights)} parameters")
     if facts.experts:
         beyond.append("experts")
-    if batch_size * seq_len < PUBLISHED_TOKENS:
-        beyond.append(f"{counted(batch_size * seq_len, 'token')} a micro-batch")
+    if (tokens := batch_size * seq_len // shared_by) < PUBLISHED_TOKENS:
+        beyond.append(f"{counted(tokens, 'token')} a micro-batch")
     if seq_len > PUBLISHED_SEQ_LEN:
         beyond.append(f"sequences of {seq_len:,} tokens")
     if world_size > PUBLISHED_RANKS:

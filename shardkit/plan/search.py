@@ -8,6 +8,7 @@ from enum import Enum
 from shardkit.config.meaning import with_strategy
 from shardkit.config.schema import ShardingStrategy
 from shardkit.errors import ShardkitError, UsageError
+from shardkit.plan import context
 from shardkit.plan.answer import (
     USUAL_TOKENS,
     PlanRequest,
@@ -59,7 +60,7 @@ def find(question: Question, request: PlanRequest, evaluate: Evaluate = row) -> 
 
 
 def max_batch(request: PlanRequest, evaluate: Evaluate) -> SearchResult:
-    """The largest micro-batch per rank that fits, for the configured strategy."""
+    """The largest micro-batch per rank (or group that shares sequences) that fits, for the configured strategy."""
     first = evaluate(replace(request, batch_size=1))
     _check_known("max-batch", first)
     device = request.rank_device
@@ -78,11 +79,12 @@ def max_batch(request: PlanRequest, evaluate: Evaluate) -> SearchResult:
     tokens = request.sequence_tokens
     length = f" of {counted(tokens, 'token')}" if tokens else ""
     shorter = " --seq-len plans shorter ones." if tokens and tokens > USUAL_TOKENS and not request.seq_len else ""
+    reader = "rank" if request.shared_by == 1 else f"{request.shared_by} ranks, which share each,"
     if largest == 0:
-        return SearchResult("max-batch", None, f"Not even one sequence{length} per rank fits: {where}.{shorter}")
+        return SearchResult("max-batch", None, f"Not even one sequence{length} per {reader} fits: {where}.{shorter}")
     beyond = ", the most that is tried" if largest == LARGEST_BATCH else ""
     sequences = f"{counted(largest, 'sequence')}{length}"
-    text = f"Largest micro-batch: {sequences} per rank{beyond} ({where}).{shorter}"
+    text = f"Largest micro-batch: {sequences} per {reader.rstrip(',')}{beyond} ({where}).{shorter}"
     return SearchResult("max-batch", largest, text)
 
 
@@ -139,6 +141,7 @@ def _what_helps(peak: Memory, request: PlanRequest) -> str:
         case "activations":
             recomputes = config.fsdp.activation_checkpointing
             helps = [*([] if recomputes else ["activation checkpointing"]), "a smaller micro-batch, shorter sequences"]
+            helps += [] if request.is_on_tpu else [f"sequences that ranks share ({context.KEY})"]
         case "gathered" | "reduction":
             helps = [*([] if is_split else ["FULL_SHARD"]), "smaller units"]
         case _:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from shardkit.config.meaning import dtypes, with_strategy
 from shardkit.config.schema import DistributedType, ShardingStrategy, WrapPolicy
 from shardkit.errors import ShardkitError
+from shardkit.plan import context
 from shardkit.plan.activations import Loss
 from shardkit.plan.answer import USUAL_TOKENS, Change, PlanRequest, Row, configured_strategy, possible_strategies, row
 from shardkit.plan.devices import SPARE, Device
@@ -101,7 +102,7 @@ def _tried(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[PlanReque
 
 
 def _together(request: PlanRequest, most: int = 6) -> Change | None:
-    """Changes applied one after the other, the most effective first, until it fits; None if it never does.
+    """Changes applied one after the other, each one with which it fits or the most effective; None if it never does.
 
     The optimizer is not changed, because that changes the training.
     """
@@ -111,7 +112,7 @@ def _together(request: PlanRequest, most: int = 6) -> Change | None:
         possible = [(r, c) for r, c in _tried(request, given) if r.optimizer == request.optimizer]
         if not possible:
             return None
-        request, change = min(possible, key=lambda each: each[1].peak_bytes)
+        request, change = min(possible, key=lambda each: (not each[1].fits, each[1].peak_bytes))
         texts.append(change.text)
         if change.fits:
             saved = before - change.peak_bytes
@@ -183,6 +184,7 @@ def _other_loads(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str
         text = f"--batch-size {half}, shardkit.gradient_accumulation_steps: {steps}"
         accumulating = request.config.changed(shardkit={"gradient_accumulation_steps": steps})
         yield text, replace(request, batch_size=half).with_config(accumulating)
+    yield from _shared_sequences(request)
     if request.has_unusual_sequences:
         text = f"--seq-len {USUAL_TOKENS} (shorter sequences than the model takes)"
         yield text, replace(request, seq_len=USUAL_TOKENS)
@@ -190,3 +192,22 @@ def _other_loads(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str
         yield "--loss fused (a fused or chunked loss in the script)", replace(request, loss=Loss.FUSED)
     if request.optimizer in {"adam", "adamw"}:
         yield "--optimizer adafactor (another optimizer)", replace(request, optimizer="adafactor")
+
+
+def _shared_sequences(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """The fewest ranks that have to share each sequence so that it fits, where not even one sequence a rank does.
+
+    None for attention in windows: a run refuses the masks that it takes.
+    """
+    facts, tokens = request.description.facts, request.sequence_tokens
+    if facts is None or tokens is None or request.is_on_tpu or (facts.window or tokens) < tokens:
+        return
+    if row(replace(request, batch_size=1)).fits is not False:
+        return
+    for ranks in range(request.shared_by + 1, request.world_size + 1):
+        if any(whole % ranks for whole in (request.world_size, facts.heads, tokens)):
+            continue
+        changed = request.with_config(request.config.changed(shardkit={"mesh": {"context_size": ranks}}))
+        if row(changed).fits:
+            yield f"{context.KEY}: {ranks} ({ranks} ranks share each sequence)", changed
+            return

@@ -20,7 +20,8 @@ from shardkit.plan.unit_sizes import ShardedSizes, UnitSizes
 @dataclass(frozen=True)
 class Collective:
     """All collectives of one kind on one axis in one optimizer step; on the axis "optimizer" those over the shards that
-    its step makes. `calls` is None if torch decides it (DDP)."""
+    its step makes, on "context" those of ranks that share sequences (`plan.context`). `calls` is None if torch decides
+    it (DDP)."""
 
     kind: str
     axis: str
@@ -52,9 +53,13 @@ class Collective:
 
 @dataclass(frozen=True)
 class Traffic:
-    """All collectives of one optimizer step that move parameters or gradients."""
+    """All collectives of one optimizer step that move parameters, gradients or slices of sequences."""
 
     collectives: tuple[Collective, ...]
+
+    def on_axis(self, axis: str) -> "Traffic":
+        """Those of one axis."""
+        return Traffic(tuple(one for one in self.collectives if one.axis == axis))
 
     @property
     def payload_bytes(self) -> int:
@@ -74,7 +79,7 @@ class Traffic:
 
 
 def traffic(plan: ShardedSizes, config: Config, world_size: int, ranks_joined: int) -> Traffic:
-    """The step's collectives, summed over its micro-batches."""
+    """The step's collectives of parameters and gradients, summed over its micro-batches."""
     machine = min(ranks_joined, world_size)
     match plan.axes.mode:
         case "single":

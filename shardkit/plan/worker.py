@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from shardkit.plan.repeats import RepeatedBlocks
 from shardkit.plan.simulation import Job
 from shardkit.plan.training_step import tracked_forward, tracked_step
 from shardkit.plan.unit_sizes import optimizers_of
+from shardkit.sharding.context_parallel.region import Region
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def _forward(job: Job, config: Config, runs: Sequence[RepeatedBlocks]) -> list[M
     with fake_world.joined(config, job.world_size, job.ranks_per_machine):
         model = _shortened(job, runs)
         fake_world.keep_in_place(model)
-        loss = _loss(job, model)
+        loss = _loss(job, model, fake_world.shared_sequences(config))
         blocks = {
             f"{run.container}.{index}".lstrip("."): block
             for run in runs
@@ -209,7 +211,7 @@ def _tracked(job: Job, config: Config, runs: Sequence[RepeatedBlocks], stateless
     with fake_world.joined(config, job.world_size, job.ranks_per_machine) as (process, mesh):
         model = _shortened(job, runs)
         fake_world.keep_in_place(model)
-        loss = _loss(job, model)
+        loss = _loss(job, model, fake_world.shared_sequences(config))
         if job.loss == "dropped":
             loss = batches.without_output(loss)
         has_buckets = config.mode == "ddp" and job.world_size > 1
@@ -237,22 +239,23 @@ def _reserved(tracker: MemoryTracker) -> dict[str, int]:
     return {"segments": replay(steps), "expandable": replay(steps, is_expandable=True)}
 
 
-def _loss(job: Job, model: nn.Module) -> batches.LossFunction:
+def _loss(job: Job, model: nn.Module, region: Region) -> batches.LossFunction:
     is_fused = job.loss == "fused"
     if is_fused and (job.batch is not None or not batches.fuse_loss(model)):
         what = "with --batch the model computes its own loss" if job.batch else "the model's head is unknown"
         raise UsageError(f"--loss fused: {what} (got {job.spec}); use --loss dropped.")
     if job.batch is not None:
-        return batches.given_loss(batches.given_batch(job.batch))
+        return batches.of_slices(region, batches.given_batch(job.batch), batches.given_loss)
     if job.kind == "gpt":
         shape = _shape(job)
         tokens = torch.zeros(job.batch_size, job.seq_len or shape.seq, dtype=torch.long)
-        return batches.given_loss(tokens) if is_fused else batches.next_token_loss(tokens, shape.vocab)
+        loss_of = batches.given_loss if is_fused else partial(batches.next_token_loss, vocabulary=shape.vocab)
+        return batches.of_slices(region, tokens, loss_of)
     if hasattr(model, "config") and hasattr(model, "main_input_name"):
         batch = batches.transformers_batch(model, job.batch_size, job.seq_len)
         if is_fused:
             batch.pop("labels", None)
-        return batches.given_loss(batch)
+        return batches.of_slices(region, batch, batches.given_loss)
     raise UsageError(
         f"--simulate: the inputs of {job.spec} are unknown (got no --batch); "
         "add --batch module:function, a function that returns one micro-batch."
