@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,8 +250,9 @@ def test_the_order_of_strategies():
     assert len(set(peaks)) == 3
 
 
-def real_step(config: Config) -> tuple[int, str]:
-    """One rank's step with real tensors and real collectives, tracked alike: its peak and when."""
+def real_step(config: Config) -> tuple[int, str, int]:
+    """One rank's step with real tensors and real collectives, tracked alike: its peak and when, and what it exchanges
+    in attention."""
     import torch
     import torch.distributed as dist
 
@@ -258,16 +260,41 @@ def real_step(config: Config) -> tuple[int, str]:
     from shardkit.model import gpt, gpt_module
     from shardkit.plan import batches
     from shardkit.plan.training_step import tracked_step
+    from shardkit.sharding.context_parallel.groups import build_group
+    from shardkit.sharding.context_parallel.region import Region
     from shardkit.sharding.mesh import build_mesh
 
     process = Process(dist.get_rank(), dist.get_rank(), 2, 2, torch.device("cpu"), "gloo")
     shape = gpt.parse(TINY.removeprefix("gpt:"))
-    loss = batches.next_token_loss(torch.zeros(4, shape.seq, dtype=torch.long), shape.vocab)
+    region = Region(build_group(config, process), process.control, process.device)
+    loss_of = partial(batches.next_token_loss, vocabulary=shape.vocab)
+    loss = batches.of_slices(region, torch.zeros(4, shape.seq, dtype=torch.long), loss_of)
     factory = simulated_optimizers.optimizer_factory("adamw")
     model = gpt_module.GPT(shape)
     tracker, _ = tracked_step(model, config, build_mesh(config, process), process, factory, loss, False)
+    region.note_forward()  # outside of it: the next test's backward is of no group
     top = max(tracker.moments, key=lambda moment: moment.memory.total)
-    return top.memory.total, top.text
+    return top.memory.total, top.text, tracker.payload_bytes.get("all_to_all", 0)
+
+
+def with_shared_sequences(asked: PlanRequest, ranks: int) -> PlanRequest:
+    return asked.with_config(asked.config.changed(shardkit={"mesh": {"context_size": ranks}}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [1, 3])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_ranks_that_share_sequences_hold_and_exchange_what_was_simulated(ranks, strategy, recomputes):
+    asked = request(TINY, strategy, "no", world_size=2, activation_checkpointing=recomputes)
+    shared = with_shared_sequences(asked, 2)
+    total, text, exchanged = ranks.run(2, real_step, shared.config)[0]
+    (memory, payload), closed = simulated(shared, is_exact=True), row(shared).estimate
+    if strategy == 1:
+        assert (total, text) == (memory.peak.total, memory.moment)
+    assert total == pytest.approx(memory.peak.total, rel=0.1)
+    (planned,) = (one for one in closed.traffic.collectives if one.axis == "context")
+    assert exchanged == payload["all_to_all"] == planned.payload_bytes
+    assert closed.memory.peak.total == pytest.approx(memory.peak.total, rel=0.05)
 
 
 @pytest.mark.slow
@@ -281,7 +308,7 @@ def test_two_real_ranks_hold_what_was_simulated(ranks):
     ]
     found = [ranks.run(2, real_step, each.config)[0] for each in asked]
     planned = [simulated(each, is_exact=True)[0] for each in asked]
-    assert found[:2] == [(memory.peak.total, memory.moment) for memory in planned[:2]]
+    assert found[:2] == [(memory.peak.total, memory.moment, 0) for memory in planned[:2]]
     assert found[2][0] == pytest.approx(planned[2].peak.total, rel=0.1)
     assert found[0][0] < found[1][0] < found[2][0]
 

@@ -23,9 +23,9 @@ USUAL_TOKENS = 8192
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A model, a configuration, and the machines to plan for. `batch_size`: sequences per micro-batch and rank, or group
-    of ranks that share each. `ranks_per_machine`: of a full machine; a world may have fewer ranks. `ranks_joined`: those that the device's fast
-    links join, of which a rack or a pod has several machines'.
+    """A model, a configuration, and the machines to plan for. `batch_size`: sequences per micro-batch and rank, or
+    group of ranks that share each. `ranks_per_machine`: of a full machine; a world may have fewer ranks.
+    `ranks_joined`: those that the device's fast links join, of which a rack or a pod has several machines'.
 
     `is_on_tpu`: the configuration was translated from PyTorch/XLA (`tpu.as_planned`). `own_optimizer`, `own_batch`: the
     script's, as module:function, which a simulation uses in place of `optimizer` and of `batch_size` x `seq_len`.

@@ -65,8 +65,8 @@ def estimate(
     loss: Loss = Loss.HELD,
     ema: Ema = Ema.NO,
 ) -> Estimate:
-    """Memory and traffic of a model under a configuration; `batch_size`: sequences per micro-batch and rank, or group of
-    ranks that share each. `ranks_joined`: those that fast links join, by default a machine's.
+    """Memory and traffic of a model under a configuration; `batch_size`: sequences per micro-batch and rank, or group
+    of ranks that share each. `ranks_joined`: those that fast links join, by default a machine's.
 
     Raises ModelError if the wrap policy does not fit the model, UsageError for an unknown optimizer or mesh, and where
     ranks cannot share sequences.

@@ -55,12 +55,17 @@ def joined(config: Config, world_size: int, ranks_per_machine: int) -> Iterator[
         dist.set_debug_level(level)
 
 
-def shared_sequences(config: Config) -> Region:
+@contextmanager
+def shared_sequences(config: Config) -> Iterator[Region]:
     """The region in which rank 0 has its slices of sequences, inside of `joined`. Its group is of the world's ranks,
     also where the process is alone."""
     size = config.shardkit.mesh.context_size
     group = ContextGroup(size, 0, dist.new_group(list(range(size)))) if size > 1 else ContextGroup()
-    return Region(group, ControlGroup(), torch.device("cpu"))
+    region = Region(group, ControlGroup(), torch.device("cpu"))
+    try:
+        yield region
+    finally:
+        region.note_forward()  # outside of it, so that backwards to come ask no group that is gone
 
 
 def with_fake_tensors(model: nn.Module) -> nn.Module:

@@ -147,10 +147,11 @@ def _is_computed_alike(job: Job, config: Config, runs: Sequence[RepeatedBlocks])
 
 def _forward(job: Job, config: Config, runs: Sequence[RepeatedBlocks]) -> list[Moment]:
     """The moments of forward and loss, without the runtime."""
-    with fake_world.joined(config, job.world_size, job.ranks_per_machine):
+    world = job.world_size, job.ranks_per_machine
+    with fake_world.joined(config, *world), fake_world.shared_sequences(config) as region:
         model = _shortened(job, runs)
         fake_world.keep_in_place(model)
-        loss = _loss(job, model, fake_world.shared_sequences(config))
+        loss = _loss(job, model, region)
         blocks = {
             f"{run.container}.{index}".lstrip("."): block
             for run in runs
@@ -208,10 +209,11 @@ def _tracked(job: Job, config: Config, runs: Sequence[RepeatedBlocks], stateless
     config = config.changed(fsdp={"sync_module_states": False}, shardkit={"compile": False})
     if eight_bits(config):  # needs the device's kernels; memory is that of bf16
         config = config.changed(mixed_precision="bf16")
-    with fake_world.joined(config, job.world_size, job.ranks_per_machine) as (process, mesh):
+    world = job.world_size, job.ranks_per_machine
+    with fake_world.joined(config, *world) as (process, mesh), fake_world.shared_sequences(config) as region:
         model = _shortened(job, runs)
         fake_world.keep_in_place(model)
-        loss = _loss(job, model, fake_world.shared_sequences(config))
+        loss = _loss(job, model, region)
         if job.loss == "dropped":
             loss = batches.without_output(loss)
         has_buckets = config.mode == "ddp" and job.world_size > 1
