@@ -387,6 +387,18 @@ def test_activations_by_hand():
     assert activations.block_numel(gated) - activations.block_numel(FACTS) == 2 * 32
 
 
+@pytest.mark.parametrize(("ranks", "repeated"), [(1, 0), (2, 1)])
+def test_activations_of_shared_sequences_by_hand(ranks, repeated):
+    """8 tokens over the ranks; attention's output is there twice, 2 heads x 4 elements, and one key and one value head
+    once for each rank."""
+    found = activations.of_transformer(FACTS, 2, 4, itemsize=2, shared_by=ranks)
+    tokens, output = 8 // ranks, 8 if ranks > 1 else 0
+    assert found.tokens == tokens
+    assert found.block_bytes == tokens * (120 * 2 + 8 + 2 * (output + 2 * 4 * repeated))
+    assert found.block_input_bytes == tokens * 8 * 2
+    assert (found.logits_bytes, found.output_bytes) == (tokens * 64 * 16, tokens * 64 * 4)
+
+
 def test_activation_checkpointing_keeps_inputs_and_one_block():
     known = {"facts": FACTS, "batch_size": 2, "seq_len": 4}
     block, output, inputs = 8 * (120 * 2 + 8), 8 * 64 * 4, 8 * 8 * 2

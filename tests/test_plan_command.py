@@ -288,6 +288,107 @@ def test_shorter_sequences_are_a_change_where_the_models_longest_were_taken():
         assert not any("--seq-len" in change.text for change in changes(usual))
 
 
+LONG = "gpt:layers=32,hidden=4096,heads=32,seq=131072"
+
+
+def sharing(request: PlanRequest, ranks: int) -> PlanRequest:
+    return request.with_config(request.config.changed(shardkit={"mesh": {"context_size": ranks}}))
+
+
+def recomputing(request: PlanRequest) -> PlanRequest:
+    return request.with_config(request.config.changed(fsdp={"activation_checkpointing": True}))
+
+
+def test_the_fewest_ranks_that_have_to_share_a_sequence_are_a_change():
+    request = recomputing(make_request(LONG, device="a100-40"))
+    (change,) = [change for change in changes(request) if "context_size" in change.text]
+    assert change.text == "shardkit.mesh.context_size: 8 (8 ranks share each sequence)"
+    assert (change.peak_bytes, change.fits) == (row(sharing(request, 8)).memory.peak.total, True)
+    assert not row(sharing(request, 4)).fits
+    told = " ".join(render(answer(request)).split())
+    assert "forward and loss run inside of accelerator.context_parallel. A step then has fewer sequences;" in told
+
+
+@pytest.mark.parametrize(
+    ("model", "changed"),
+    [
+        ("gpt-175b", {}),  # its state alone is too large
+        ("gpt:layers=32,hidden=4096,heads=32,seq=8192", {"batch_size": 32}),  # one sequence fits
+        (LONG, {"world_size": 7, "ranks_per_machine": 7}),  # which divides no heads
+        (LONG, {"device": devices.find("10GiB")}),  # none is enough
+    ],
+)
+def test_no_ranks_are_to_share_sequences_where_that_does_not_help(model, changed):
+    request = recomputing(make_request(model, device="h100-80"))
+    found = changes(replace(request, **changed))
+    assert found
+    assert not any(change.text.startswith("shardkit.mesh") for change in found)
+
+
+def test_attention_in_windows_is_not_to_be_shared():
+    request = recomputing(make_request(LONG, device="a100-40"))
+    facts = replace(request.description.facts, window=4096)
+    windowed = replace(request, description=replace(request.description, facts=facts))
+    assert not any("context_size" in change.text for change in changes(windowed))
+
+
+def test_a_plan_of_ranks_that_share_sequences(capsys):
+    flags = (LONG, "--world", "16", "--device", "h100-80", "--batch-size", "2", "--tokens", "300B")
+    settings = ("--set", "shardkit.gradient_accumulation_steps=3", "--set", "shardkit.mesh.context_size=8")
+    told = " ".join(plan(capsys, *flags, *settings).split())
+    assert "micro-batch 2 x 131,072 tokens for 8 ranks, which share each sequence," in told
+    assert "each computes 32,768 tokens of a micro-batch, and a step has 12 sequences over all ranks." in told
+    assert "steps of 1,572,864 tokens" in told  # 12 x 131,072
+    found = json.loads(plan(capsys, *flags, *settings, "--json"))
+    assert found["context"] == {"size": 8, "rank_tokens": 32768, "step_sequences": 12}
+    without = json.loads(plan(capsys, *flags, *settings[:2], "--json"))
+    assert without["context"] == {"size": 1, "rank_tokens": 262144, "step_sequences": 96}
+    for one, other in zip(found["strategies"], without["strategies"], strict=True):
+        assert one["peak"]["activations"] < 0.14 * other["peak"]["activations"]
+        times = [each["step_time_estimate"] for each in (one, other)]
+        assert [8 * each for each in times[0]["compute_s"]] == pytest.approx(times[1]["compute_s"])
+        exchanged = sum(each["payload_bytes"] for each in one["traffic"]["collectives"] if each["axis"] == "context")
+        assert times[0]["exchange_s"] == pytest.approx(exchanged * 7 / 8 / (450e9 * 0.8), rel=1e-3)
+        assert times[0]["fastest_s"] >= times[0]["compute_s"][0] + times[0]["exchange_s"]
+        assert times[1]["exchange_s"] == 0
+
+
+def test_the_largest_batch_of_ranks_that_share_sequences(capsys):
+    request = sharing(recomputing(make_request(LONG, device="h100-80")), 8)
+    found = find(Question.MAX_BATCH, request)
+    assert found.text.startswith(f"Largest micro-batch: {found.value} sequences of 131,072 tokens per 8 ranks, which")
+    assert row(replace(request, batch_size=found.value)).fits
+    assert not row(replace(request, batch_size=found.value + 1)).fits
+    small = replace(request, device=devices.find("10GiB"))
+    assert "of 131,072 tokens per 8 ranks, which share each, fits: " in find(Question.MAX_BATCH, small).text
+
+
+@pytest.mark.parametrize(
+    ("flags", "problems"),
+    [
+        (["--set", "shardkit.mesh.context_size=3"], ["does not divide the number of ranks (got 3 of 8)"]),
+        (
+            ["--set", "shardkit.mesh.context_size=8", "--seq-len", "1001"],
+            ["does not divide a sequence's tokens (got 8 for 1,001)", "the attention heads (got 8 for 4)"],
+        ),
+    ],
+)
+def test_ranks_that_cannot_share_sequences(capsys, flags, problems):
+    model = "gpt:layers=4,hidden=64,heads=4,vocab=500,seq=2048"
+    code, err = refused(capsys, model, "--world", "8", "--batch-size", "1", *flags)
+    assert code == 2
+    lines = err.splitlines()
+    assert len(lines) == len(problems)
+    for problem, line in zip(problems, lines, strict=True):
+        assert problem in line and "choose a divisor" in line
+
+
+def test_what_is_not_known_of_ranks_that_share_sequences_is_said(capsys):
+    told = " ".join(plan(capsys, SMALL, "--world", "8", "--set", "shardkit.mesh.context_size=4").split())
+    assert "sequences shared by 4 ranks" in told
+    assert "what they exchange in attention is not in the traffic: add --batch-size." in told
+
+
 def test_changes_together_where_none_is_enough():
     request = make_request("gpt:layers=32,hidden=4096,heads=32", world_size=8, batch_size=8, device="l4")
     *single, together = changes(request)

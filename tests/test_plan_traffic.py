@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.config.schema import Config, FsdpConfig, PrecisionConfig, ShardkitConfig
+from shardkit.model.describe import TransformerFacts
 from shardkit.model.gpt import GptShape
 from shardkit.model.gpt_module import GPT
 from shardkit.model.live import tree_of
@@ -147,6 +148,31 @@ def test_a_ring_splits_into_links_inside_and_between_machines():
     by_axis = {c.axis: c for c in hybrid.collectives}
     assert by_axis["shard"].between_bytes == 0
     assert by_axis["replicate"].between_bytes == by_axis["replicate"].payload_bytes
+
+
+@pytest.mark.parametrize(("strategy", "mode"), [(1, "FSDP"), (3, "MULTI_GPU")])
+@pytest.mark.parametrize(
+    ("changed", "times"),
+    [
+        ({}, 2),  # forward and backward
+        ({"fsdp": {"activation_checkpointing": True}}, 3),
+        ({"fsdp": {"activation_checkpointing": True}, "shardkit": {"recompute": "operators"}}, 3),
+        ({"shardkit": {"gradient_accumulation_steps": 3}}, 6),
+    ],
+)
+def test_ranks_that_share_sequences_exchange_slices_for_heads_by_hand(strategy, mode, changed, times):
+    """3 layers; of each of 2 x 2 tokens of a rank 4 heads of 3 elements of queries and output, and 2 key-value heads
+    once for two of the four ranks each."""
+    facts = TransformerFacts(3, 12, 4, 2, 48, vocabulary=101, seq_len=8)
+    config = configuration(strategy).changed(distributed_type=mode, shardkit={"mesh": {"context_size": 4}})
+    known = {"world_size": 16, "facts": facts, "batch_size": 2}
+    found = estimate(tree_of(GPT(SHAPE)), config.changed(**changed), **known).traffic.on_axis("context")
+    (exchange,) = found.collectives
+    assert exchange.payload_bytes == times * 3 * 4 * (2 * 4 + 2 * 2 * 2) * 3 * 4
+    assert exchange.calls == times * 3 * 2
+    assert (found.sent_bytes, found.between_bytes) == (exchange.payload_bytes * 3 // 4, 0)
+    over = estimate(tree_of(GPT(SHAPE)), config.changed(**changed), **known, ranks_per_machine=2, ranks_joined=2)
+    assert over.traffic.on_axis("context").between_bytes == exchange.payload_bytes // 2
 
 
 def test_micro_batches_gather_each_time_and_replicas_wait():

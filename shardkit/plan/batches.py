@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit.errors import UsageError
 from shardkit.model.probe import error_text, imported, where
+from shardkit.sharding.context_parallel import transformers_masks
 from shardkit.sharding.context_parallel.region import Region
 from shardkit.signatures import signature
 
@@ -77,6 +78,8 @@ def of_slices(region: Region, batch: Any, loss_of: Callable[[Any], LossFunction]
     is_packed = isinstance(batch, Mapping) and "position_ids" in batch
 
     def loss(model: nn.Module) -> tuple[Any, torch.Tensor]:
+        if region.group.size > 1 and "transformers" in sys.modules:
+            transformers_masks.install()
         with region.split([batch], 1) as (own,), nullcontext() if is_packed else _one_sequence_a_row():
             region.note_forward()
             return loss_of(own)(model)

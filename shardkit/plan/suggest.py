@@ -197,7 +197,7 @@ def _other_loads(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str
 def _shared_sequences(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     """The fewest ranks that have to share each sequence so that it fits, where not even one sequence a rank does.
 
-    None for attention in windows: a run refuses the masks that it takes.
+    None for attention in windows: its masks are of whole sequences on every rank.
     """
     facts, tokens = request.description.facts, request.sequence_tokens
     if facts is None or tokens is None or request.is_on_tpu or (facts.window or tokens) < tokens:
