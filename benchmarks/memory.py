@@ -72,6 +72,7 @@ class Case:
     optimizer: str = "adamw"
     batch_size: int = 4
     fsdp: dict[str, Any] = field(default_factory=dict)
+    shared_by: int = 1
 
 
 CASES = {
@@ -92,6 +93,9 @@ CASES = {
     "llama": Case("llama"),
     "llama-recomputed": Case("llama", fsdp={"activation_checkpointing": True}),
     "llama-ddp": Case("llama", strategy=3, optimizer="sgd"),
+    "llama-shared": Case("llama", shared_by=2),
+    "llama-shared-recomputed": Case("llama", shared_by=2, fsdp={"activation_checkpointing": True}),
+    "llama-shared-ddp": Case("llama", strategy=3, optimizer="sgd", shared_by=2),
     "vit": Case("vit"),
     "vit-shard-grad-op": Case("vit", strategy=2, optimizer="momentum"),
 }
@@ -105,7 +109,7 @@ def main() -> None:
     parser.add_argument("--table", type=interleaved.writable, help="Markdown for docs/reference/plan-accuracy.md")
     options = parser.parse_args()
     results = {}
-    print(f"{'case':<20}{'planned':>10}{'closed form':>13}{'measured':>10}  MiB{'error':>9}")
+    print(f"{'case':<25}{'planned':>10}{'closed form':>13}{'measured':>10}  MiB{'error':>9}")
     for name, case in CASES.items():
         if options.only in name:
             results[name] = compare(case)
@@ -151,7 +155,8 @@ def configuration(case: Case) -> Config:
     """The case in a configuration's words; hybrid ones on two machines of two ranks."""
     section = FsdpConfig(sharding_strategy=case.strategy, **case.fsdp)
     several = {"num_machines": 2, "main_process_ip": "127.0.0.1"} if case.strategy in (4, 5) else {}
-    return Config(num_processes=case.ranks, mixed_precision=case.precision, use_cpu=True, fsdp=section, **several)
+    found = Config(num_processes=case.ranks, mixed_precision=case.precision, use_cpu=True, fsdp=section, **several)
+    return found.changed(shardkit={"mesh": {"context_size": case.shared_by}})
 
 
 def ranks_per_machine(case: Case) -> int:
@@ -202,7 +207,7 @@ def summary(results: dict[str, Any]) -> str:
 
 def _line(name: str, result: dict[str, Any]) -> str:
     numbers = [result[f"{kind}_bytes"] / MIB for kind in ("planned", "closed_form", "measured")]
-    return f"{name:<20}{numbers[0]:>10.1f}{numbers[1]:>13.1f}{numbers[2]:>10.1f}     {result['error']:>+9.1%}"
+    return f"{name:<25}{numbers[0]:>10.1f}{numbers[1]:>13.1f}{numbers[2]:>10.1f}     {result['error']:>+9.1%}"
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -15,6 +15,8 @@ from shardkit.optim.stepping import stepper_of
 from shardkit.plan import simulated_optimizers, worker
 from shardkit.runtime.measure import resident_bytes
 from shardkit.sharding import precision
+from shardkit.sharding.context_parallel.groups import build_group
+from shardkit.sharding.context_parallel.region import Region
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
 
@@ -43,7 +45,7 @@ def trained(spec: str, case: Case, config: Config, process: Process) -> int:
     )
     torch.manual_seed(0)
     model = worker._shortened(job, [])
-    loss = worker._loss(job, model)
+    loss = worker._loss(job, model, Region(build_group(config, process), process.control, process.device))
     precision.autocast_forward(model, config, process.device)
     parallel = parallelize(model, config, build_mesh(config, process), process)
     trained = {name: p for name, p in parallel.named_parameters() if p.requires_grad}
