@@ -14,8 +14,9 @@ ROOT = Path(__file__).parent.parent / "shardkit"
 PLAN_WITHOUT_TORCH = [
     f"shardkit.plan.{name}"
     for name in (
-        *("activations", "answer", "averages", "closed_form", "devices", "notes", "optimizers", "rank_memory"),
-        *("request", "roofline", "search", "suggest", "tpu", "traffic", "unit_sizes", "whole_run", "whole_steps"),
+        *("activations", "answer", "averages", "closed_form", "context", "devices", "notes", "optimizers"),
+        *("rank_memory", "request", "roofline", "search", "suggest", "tpu", "traffic", "unit_sizes"),
+        *("whole_run", "whole_steps"),
     )
 ]
 

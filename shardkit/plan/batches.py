@@ -91,7 +91,7 @@ def of_slices(region: Region, batch: Any, loss_of: Callable[[Any], LossFunction]
 def _one_sequence_a_row() -> Iterator[None]:
     """Inside, Transformers need not read from positions whether a row has several sequences: of fake tensors it cannot,
     and would attend with a mask of all pairs, and with keys repeated for each head (`find_packed_sequence_indices` in
-    its masking_utils, 5.14)."""
+    its masking_utils, 5.24)."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     found = getattr(masks, "find_packed_sequence_indices", None)
     if found is None:
