@@ -42,6 +42,7 @@ class Region:
         self.everyone, self._device = everyone, device
         self._left_to_compare = COMPARED
         self._is_inside = False
+        _current.of_last_forward = None  # of another run of this process
         if group.size > 1:
             _install()
 
