@@ -474,7 +474,7 @@ def test_what_plugins_cannot_say_is_refused_with_all_problems_at_once():
         plugin.set_state_dict_type("half")
     with pytest.raises(UsageError, match=r"(?s)ignored_modules: module objects.*param_init_fn: .*remove it"):
         FullyShardedDataParallelPlugin(param_init_fn=print, ignored_modules=[]).shardkit_settings()
-    with pytest.raises(UsageError, match=r"got tp_size=2\); use dp_replicate_size and dp_shard_size"):
+    with pytest.raises(UsageError, match=r"got tp_size=2\); use dp_shard_size, dp_replicate_size and cp"):
         ParallelismConfig(tp_size=2)
     with pytest.raises(UsageError, match=r"only inductor is supported \(got ONNXRT\)"):
         TorchDynamoPlugin(backend="onnxrt").shardkit_settings()

@@ -193,6 +193,34 @@ def test_a_size_of_minus_one_is_what_the_other_leaves(sizes):
     assert mesh_sizes(config, 8, 8) == MeshSizes(2, 4)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "mesh"),
+    [
+        ("cp_size: 2, cp_comm_strategy: alltoall, cp_backend: torch", {"context_size": 2}),
+        ("dp_shard_size: 4, cp_size: 2", {"context_size": 2}),
+        (
+            "dp_replicate_size: 2, dp_shard_size: 2, cp_size: '2'",
+            {"replicate_size": 2, "shard_size": 4, "context_size": 2},
+        ),
+        ("sp_size: 4, sp_backend: deepspeed, sp_seq_length: 256, sp_attn_implementation: sdpa", {"context_size": 4}),
+        ("cp_size: 1, sp_size: 1, tp_size: 1, tp_backend: null", {}),
+    ],
+)
+def test_accelerates_ranks_that_share_sequences_are_ours(sizes, mesh):
+    config = config_of(f"distributed_type: FSDP\nnum_processes: 8\nparallelism_config: {{{sizes}}}\n")
+    assert config.shardkit.mesh == MeshConfig(**mesh)
+    assert config.fsdp.sharding_strategy.is_hybrid == ("replicate_size" in mesh)
+
+
+def test_what_is_wrong_with_accelerates_sequence_sizes(tmp_path):
+    wrong = "num_processes: 8\nparallelism_config: {cp_size: 2, sp_size: 4, cp_siz: 2, pp_stages: 3}\n"
+    found = "\n".join(problems(wrong, tmp_path))
+    assert "cp_size and sp_size both divide the sequences (got 2 and 4); write one of them." in found
+    assert "cp_siz is not supported (got 2)" in found and "pp_stages is not supported (got 3)" in found
+    uneven = "\n".join(problems("num_processes: 8\nparallelism_config: {cp_size: 3}\n", tmp_path))
+    assert "does not divide the number of ranks (got 3 of 8); choose a divisor." in uneven
+
+
 def test_accelerates_offloaded_checkpoints_are_offloaded_activations():
     lines = "fsdp_config:\n  fsdp_activation_checkpointing: true\n  fsdp_activation_checkpointing_offload: "
     assert config_of(f"{lines}true\n").shardkit.offload_activations

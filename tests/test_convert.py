@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from shardkit.config import files
+from shardkit.config.meaning import mesh_sizes
 from shardkit.config.schema import Config
 from shardkit.convert.read import convert
 from shardkit.convert.report import Conversion, in_words
@@ -106,7 +107,10 @@ def test_settings_of_an_axis_with_one_rank_are_left_out(tmp_path):
     text = f"distributed_type: FSDP\nnum_processes: 4\nparallelism_config:\n{sizes}"
     assert converted(text, tmp_path).refused == []
     used = converted(text.replace("sp_size: 1", "sp_size: 2"), tmp_path)
-    assert "sp_size is not supported (got 2)" in account(used)["parallelism_config"][1]
+    assert account(used)["parallelism_config"] == ("changed", "sp_size is read as shardkit.mesh.context_size: 2")
+    assert used.config.shardkit.mesh.context_size == 2
+    used = converted(text.replace("tp_size: 1", "tp_size: 2"), tmp_path)
+    assert "tp_size is not supported (got 2)" in account(used)["parallelism_config"][1]
 
 
 def test_a_block_that_sets_nothing_is_left_out_with_the_reason(tmp_path):
@@ -193,6 +197,18 @@ def test_nemos_batches_give_the_accumulation_and_no_fsdp_is_ddp(tmp_path):
     assert account(conversion)["fsdp"] == ("changed", "missing: distributed_type: MULTI_GPU (DDP)")
 
 
+@pytest.mark.parametrize(("size", "steps"), [(1, 4), (2, 8)])
+def test_nemos_ranks_that_share_sequences_read_one_batch(size, steps, tmp_path):
+    model = f"fsdp: True, micro_batch_size: 2, global_batch_size: 64, context_parallel_size: {size}"
+    conversion = converted(f"trainer: {{devices: 4, num_nodes: 2}}\nmodel: {{{model}}}\n", tmp_path)
+    found = conversion.config.shardkit
+    assert (found.mesh.context_size, found.gradient_accumulation_steps) == (size, steps)
+    verdict = ("left out", "not used") if size == 1 else ("changed", "shardkit.mesh.context_size: 2")
+    assert account(conversion)["model.context_parallel_size"] == verdict
+    tensors = converted("model: {fsdp: True, tensor_model_parallel_size: 2}\n", tmp_path)
+    assert "only data and context parallelism are supported" in account(tensors)["model.tensor_model_parallel_size"][1]
+
+
 @pytest.mark.parametrize(
     ("devices", "count", "gpu_ids", "text"),
     [
@@ -249,6 +265,32 @@ def test_a_file_for_accelerate_says_the_same_in_its_words():
     back = files.read_text(text).config
     assert back.fsdp.sharding_strategy is config.fsdp.sharding_strategy and back.shardkit.compile
     assert back.fsdp.transformer_layer_cls_to_wrap == ["A", "B"] and back.main_process_ip == "node-a"
+
+
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": {"sharding_strategy": 4}, "num_machines": 2, "main_process_ip": "a"}])
+def test_ranks_that_share_sequences_are_written_for_accelerate(mesh):
+    config = Config(num_processes=8, shardkit={"mesh": {"context_size": 2}}, **mesh)
+    text, lost = to_accelerate(config)
+    assert lost == [
+        "shardkit.mesh.context_size: 2: Accelerate's ranks pass keys and values around instead (ring attention): "
+        "attention must be causal, and masks are left out."
+    ]
+    sizes = yaml.safe_load(text)["parallelism_config"]
+    assert (sizes["parallelism_config_dp_shard_size"], sizes["parallelism_config_cp_size"]) == (2 if mesh else 4, 2)
+    back = files.read_text(text).config
+    assert back.shardkit.mesh.context_size == 2
+    assert mesh_sizes(back, 8, 4) == mesh_sizes(config, 8, 4)
+
+
+@pytest.mark.parametrize("other", [{"distributed_type": "MULTI_GPU"}, {"fsdp": {"sharding_strategy": 4}}])
+def test_ranks_that_share_sequences_otherwise_than_in_accelerate_are_listed(other):
+    mesh = {"context_size": 4, "replicate_size": 4, "shard_size": 2} if "fsdp" in other else {"context_size": 4}
+    text, lost = to_accelerate(Config(num_processes=8, shardkit={"mesh": mesh}, **other))
+    assert lost == [
+        "shardkit.mesh.context_size: 4: Accelerate has it under FSDP only, where the ranks of a shard group share "
+        "sequences."
+    ]
+    assert "cp_size: 4" not in text
 
 
 def test_no_shard_and_cpu_are_ddp_for_accelerate():

@@ -521,6 +521,16 @@ def test_accelerate_on_the_cpu_ddp_and_hybrid():
     assert mesh["FSDP_RESHARD_AFTER_FORWARD"] == "true"
 
 
+@pytest.mark.requirement("A12")
+@pytest.mark.parametrize(("strategy", "sizes"), [(1, ("1", "4", "2")), (4, ("2", "2", "2"))])
+def test_ranks_that_share_sequences_are_accelerates_context_axis(strategy, sizes):
+    shared = {"mesh": {"context_size": 2}}
+    fsdp = Config(num_processes=8, num_machines=2, fsdp={"sharding_strategy": strategy}, shardkit=shared)
+    mesh = environment.mesh_variables(fsdp)
+    assert tuple(mesh[f"PARALLELISM_CONFIG_{axis}_SIZE"] for axis in ("DP_REPLICATE", "DP_SHARD", "CP")) == sizes
+    assert environment.mesh_variables(fsdp.changed(fsdp={"version": 1})) == {}
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.profiler import profile as profiler
 
-from shardkit.compat import operations
+from shardkit.compat import mesh_sizes, operations
 from shardkit.compat.attributes import PlainAttributes
 from shardkit.compat.differences import takes_back
 from shardkit.compat.given import GivenObjects
@@ -32,12 +32,13 @@ from shardkit.compat.plugins import (
     TorchDynamoPlugin,
 )
 from shardkit.compat.schedulers import set_steps_per_call
+from shardkit.compat.sequences import SharedSequences
 from shardkit.compat.states import AcceleratorState, PartialState
 from shardkit.compat.touched import TOUCHED, note_member
 from shardkit.compat.window import GradientState
 from shardkit.config.schema import StateDictType
 from shardkit.distributed import collectives
-from shardkit.distributed.nested import leaves
+from shardkit.distributed.nested import leaves, map_tensors
 from shardkit.distributed.tensors import every_parameter, is_fsdp
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
@@ -52,7 +53,7 @@ from shardkit.storage.url import Url
 log = get_logger(__name__)
 
 
-class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
+class Accelerator(GivenObjects, PlainAttributes, SharedSequences, own.Accelerator):
     """The training run on this rank, with Accelerate's arguments. Arguments that are not given come from shardkit.yaml.
     Collective: every rank creates one, with equal arguments.
 
@@ -118,7 +119,7 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
             **others,
         )
         self.rng_types = list(rng_types or [])
-        self._parallelism_config = parallelism_config
+        self._parallelism_config = mesh_sizes.of_run(parallelism_config, self._run)
         self._logged_alone: set[str] = set()
         self._run.trackers.counts_for_objects = False
         self._run.mean_metric = self._mean_metric
@@ -212,7 +213,10 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
         """As shardkit's; in one process a 0-dim tensor stays one. Collective."""
         gathered = super().gather_for_metrics(input_data, use_gather_object)
         has_tensors = not use_gather_object and all(map(operations.is_torch_tensor, leaves(input_data)))
-        return operations.detached(input_data) if has_tensors and not self.use_distributed else gathered
+        if self.use_distributed or not has_tensors:
+            return gathered
+        given = iter(leaves(input_data))
+        return map_tensors(lambda found: found if next(given).dim() else found.squeeze(0), gathered)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager:
         """As shardkit's, with the `autocast_handler` of the Accelerator where none is given."""
@@ -347,25 +351,9 @@ class Accelerator(GivenObjects, PlainAttributes, own.Accelerator):
         """FSDP, MULTI_GPU, MULTI_CPU, XLA or NO."""
         return self.state.distributed_type
 
-    @property
-    def parallelism_config(self) -> ParallelismConfig | None:  # type: ignore[override]
-        """The argument of the constructor."""
-        return self._parallelism_config
-
-    @property
-    def torch_device_mesh(self) -> Any:
-        """The mesh of the parallelism config, with its axis names; None without one. The first use is collective."""
-        if self._parallelism_config is None:
-            return None
-        return self._parallelism_config.get_device_mesh(self.device.type)
-
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Raises UsageError: LOMO is not supported."""
         raise UsageError(f"lomo_backward: LOMO is not supported (got learning rate {learning_rate}); use backward.")
-
-    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """Raises UsageError: sequence parallelism is not supported."""
-        raise UsageError("deepspeed_ulysses_dl_adapter: sequence parallelism is not supported (got a call); use FSDP.")
 
 
 def _called_by_some(call: str, place: str) -> UsageError:

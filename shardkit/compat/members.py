@@ -6,7 +6,6 @@ tables.
 """
 
 _SAME = "same"
-_NO_SEQUENCES = "refused: sequence and tensor parallelism are not supported; use FSDP"
 
 MEMBERS: dict[str, str] = {
     "deepspeed_plugin": "always None: DeepSpeed is not supported",
@@ -32,12 +31,13 @@ MEMBERS: dict[str, str] = {
     "mixed_precision": "no, fp16, bf16, or fp8 with torchao",
     "is_fsdp2": "whether FSDP is used; it is always FSDP2, even if the file says version 1",
     "is_composable_parallelism_enabled": "as is_fsdp2",
-    "parallelism_config": "the given one, with replicate and shard sizes; other axes are refused",
+    "parallelism_config": "the given one, with sp_size shown as cp_size; tp_size is refused. Where ranks share "
+    "sequences by shardkit.yaml: one that says so",
     "torch_device_mesh": "the mesh of the given parallelism config, else None; not the mesh that shardkit uses",
     "should_save_model": "whether this is rank 0",
     "tensor_parallel_rank": "0: tensor parallelism is not supported",
     "pipeline_parallel_rank": "0: pipeline parallelism is not supported",
-    "context_parallel_rank": "0: context parallelism is not supported",
+    "context_parallel_rank": "index of this rank's slice among those of its sequences; Accelerate raises an error",
     "data_parallel_rank": _SAME,
     "data_parallel_shard_rank": _SAME,
     "split_between_processes": "also splits arrays and texts",
@@ -57,7 +57,8 @@ MEMBERS: dict[str, str] = {
     "print": _SAME,
     "prepare": "an optimizer keeps its state; several models, and models without optimizer, are sharded",
     "prepare_model": "also works under FSDP, where Accelerate refuses a model without its optimizer",
-    "deepspeed_ulysses_dl_adapter": _NO_SEQUENCES,
+    "deepspeed_ulysses_dl_adapter": "refused where ranks share sequences: loaders yield whole ones, and "
+    "maybe_context_parallel splits them; elsewhere the loader, as in Accelerate",
     "prepare_data_loader": "every rank reads its part, also of an IterableDataset",
     "prepare_optimizer": _SAME,
     "prepare_scheduler": "steps once per optimizer step, not num_processes times; see --accelerates-meaning scheduler",
@@ -68,7 +69,7 @@ MEMBERS: dict[str, str] = {
     "clip_grad_norm_": "returns a plain tensor, also with sharded gradients; 0 before the last micro-batch of a window",
     "clip_grad_value_": "also works with sharded gradients",
     "gather": "different shapes on the ranks raise an error instead of a hang",
-    "gather_for_metrics": _SAME,
+    "gather_for_metrics": "ranks that share sequences count once, unless the batch's sequences were split",
     "reduce": "sum, mean, max and min; scale takes effect on every device, in Accelerate on TPUs only",
     "pad_across_processes": _SAME,
     "unwrap_model": _SAME,
@@ -89,7 +90,8 @@ MEMBERS: dict[str, str] = {
     "clear": _SAME,
     "get_state_dict": _SAME,
     "register_for_checkpointing": _SAME,
-    "maybe_context_parallel": "does nothing: context parallelism is not supported",
+    "maybe_context_parallel": "attention exchanges slices for heads (Ulysses), so that any mask and DDP work, too; "
+    "the mean of a cross entropy is that of whole sequences",
     "autocast": "does nothing under FSDP, which casts by its mixed precision policy",
     "profile": _SAME,
     "optimizer_step_was_skipped": _SAME,

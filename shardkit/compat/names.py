@@ -73,6 +73,7 @@ STANDS_IN: dict[str, dict[str, str]] = {
             "DataLoaderConfiguration FullyShardedDataParallelPlugin GradientAccumulationPlugin TorchDynamoPlugin "
             "get_module_class_from_name"
         ),
+        "shardkit.compat.mesh_sizes": "DeepSpeedSequenceParallelConfig TorchContextParallelConfig",
         "shardkit.runtime.project": "ProjectConfiguration",
     },
     "utils.environment": {
@@ -167,7 +168,7 @@ _MEGATRON = "Megatron-LM is not supported; use FSDP"
 _FP8 = "shardkit converts models with torchao; use mixed_precision fp8"
 _BNB = "quantization is not supported; load a model that Transformers quantizes, and train adapters"
 _AXES = (
-    "tensor and sequence parallelism are not supported; use FSDP, with dp_replicate_size and dp_shard_size of "
+    "tensor parallelism is not supported; use FSDP, with dp_replicate_size, dp_shard_size and cp_size of "
     "ParallelismConfig"
 )
 _LAUNCHED = "start the script itself with shardkit launch, such as -m trl.scripts.sft for `trl sft`"
@@ -224,9 +225,9 @@ REFUSED: dict[str, dict[str, str]] = {
     "utils.dataclasses": {
         _FP8: "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
         _BNB: "BnbQuantizationConfig",
-        _DEEPSPEED: "DeepSpeedPlugin DeepSpeedSequenceParallelConfig",
+        _DEEPSPEED: "DeepSpeedPlugin",
         _MEGATRON: "MegatronLMPlugin add_model_config_to_megatron_parser",
-        _AXES: "TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin",
+        _AXES: "TorchTensorParallelConfig TorchTensorParallelPlugin",
     },
     "utils.imports": {_DEEPSPEED: "deepspeed_required", _FP8: "torchao_required"},
     "utils.modeling": {

@@ -6,11 +6,12 @@ Empty values and Accelerate's defaults are always accepted: its wizard writes th
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from shardkit.config.document import shortened
 from shardkit.config.keys import Path
-from shardkit.config.schema import read_bool
+from shardkit.config.schema import read_bool, read_count
 
 
 @dataclass
@@ -176,17 +177,46 @@ def _parallelism(key: str, value: Any) -> Translation:
             outcome.problems.append(f"is not a block of sizes (got {shortened(value)!r}); indent its sizes below it.")
         return outcome
     sizes = {name.removeprefix("parallelism_config_"): size for name, size in value.items()}
-    ours = {"dp_replicate_size": "replicate_size", "dp_shard_size": "shard_size"}
-    is_used = {axis: not _is_one(sizes.get(f"{axis}_size")) for axis in ("tp", "cp", "sp")}
+    context = _context(sizes, outcome)
     for name, size in sizes.items():
-        if not is_used.get(name[:2], True):
-            continue  # settings of an axis that has one rank
-        if name in ours:
-            rest = str(size) == "-1"  # the ranks that the other size leaves, which is 0 here
-            outcome.settings |= {} if _is_one(size) else {("shardkit", "mesh", ours[name]): "0" if rest else size}
-        elif not (_is_empty(size) or name.endswith(("_strategy", "_backend"))):
+        if name in _DATA_SIZES and not _is_one(size):
+            outcome.settings[("shardkit", "mesh", _DATA_SIZES[name])] = _data_size(name, size, context)
+        elif name not in {*_DATA_SIZES, *_OF_CONTEXT} and not _is_unused(name, size, sizes):
             outcome.problems.append(f"{name} is not supported (got {shortened(size)}); write 1, or leave it out.")
     return _plain_mesh(outcome)
+
+
+_DATA_SIZES = {"dp_replicate_size": "replicate_size", "dp_shard_size": "shard_size"}
+_OF_CONTEXT = {"cp_size", "cp_backend", "cp_comm_strategy", "sp_size", "sp_backend"}
+_OF_CONTEXT |= {"sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"}
+
+
+def _context(sizes: Mapping[str, Any], outcome: Translation) -> Any:
+    """The size of the groups that share sequences. How Accelerate and DeepSpeed exchange them has no effect."""
+    given = [name for name in ("cp_size", "sp_size") if not _is_one(sizes.get(name))]
+    if not given:
+        return 1
+    if len(given) > 1:
+        got = f"got {shortened(sizes['cp_size'])} and {shortened(sizes['sp_size'])}"
+        outcome.problems.append(f"cp_size and sp_size both divide the sequences ({got}); write one of them.")
+    size = sizes[given[0]]
+    outcome.settings[("shardkit", "mesh", "context_size")] = size
+    outcome.notes.append(f"{given[0]} is read as shardkit.mesh.context_size: {shortened(size)}.")
+    return size
+
+
+def _data_size(name: str, size: Any, context: Any) -> Any:
+    """A size of the mesh here: shard groups have all ranks that share their sequences, too."""
+    if str(size) == "-1":
+        return "0"  # the ranks that the other size leaves
+    numbers = [read_count(one) for one in (size, context)]
+    is_plain = name == "dp_replicate_size" or context == 1 or not all(isinstance(one, int) for one in numbers)
+    return size if is_plain else prod(numbers)
+
+
+def _is_unused(name: str, size: Any, sizes: Mapping[str, Any]) -> bool:
+    """Whether a setting of the mesh is empty, or of tensor parallelism without any."""
+    return _is_empty(size) or (name.startswith("tp_") and _is_one(sizes.get("tp_size")))
 
 
 def _is_one(size: Any) -> bool:

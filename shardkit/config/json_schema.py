@@ -9,7 +9,7 @@ from shardkit.config.schema import Config, FsdpConfig, Section, ShardingStrategy
 from shardkit.config.validation import choices_of
 
 _TRANSLATED = {
-    "parallelism_config": "Accelerate's mesh; its data-parallel sizes are read as shardkit.mesh.",
+    "parallelism_config": "Accelerate's mesh; its sizes, but that of tensor parallelism, are read as shardkit.mesh.",
     **dict.fromkeys(
         ("dynamo_config", "dynamo_backend"), "Accelerate's torch.compile; INDUCTOR is read as shardkit.compile."
     ),

@@ -16,7 +16,9 @@ from shardkit.convert.report import Conversion, Line
 _STRATEGIES = {"full": "FULL_SHARD", "hybrid": "HYBRID_SHARD", "grad": "SHARD_GRAD_OP"}
 _DTYPES = {"32": "fp32", "fp32": "fp32", "bf16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "fp16": "fp16"}
 _PRECISIONS = {"32": "no", "fp32": "no", "bf16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "16-mixed": "fp16"}
-_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+
+_CONTEXT_SIZE = ("shardkit", "mesh", "context_size")
 
 _COUNTED = "counted in num_processes and num_machines"
 
@@ -145,8 +147,14 @@ def _activation_checkpointing(value: Any) -> tuple[Found, str]:
 
 def _parallel(value: Any) -> tuple[Found, str]:
     if str(value) not in {"1", "None"}:
-        raise Refused("only data parallelism is supported; write 1")
+        raise Refused("only data and context parallelism are supported; write 1")
     return {}, "not used"
+
+
+def _context(value: Any) -> tuple[Found, str]:
+    if str(value) in {"1", "None"}:
+        return {}, "not used"
+    return {_CONTEXT_SIZE: value}, f"{'.'.join(_CONTEXT_SIZE)}: {value}"
 
 
 def _devices(value: Any) -> tuple[Found, str]:
@@ -186,7 +194,8 @@ def _count(data: Mapping[str, Any], layer: Layer) -> None:
         return
     layer.entries[("num_processes",)] = SettingEntry(machines * devices, origin, "trainer.devices")
     micro, whole = (_number(model, f"{name}_batch_size") or 0 for name in ("micro", "global"))
-    steps, rest = divmod(whole, micro * machines * devices) if micro else (0, 0)
+    readers = machines * devices // (_number(model, "context_parallel_size") or 1)
+    steps, rest = divmod(whole, micro * readers) if micro and readers else (0, 0)
     if steps > 1 and not rest:
         path = ("shardkit", "gradient_accumulation_steps")
         layer.entries[path] = SettingEntry(steps, Origin("file", "model.global_batch_size"), "model.global_batch_size")
@@ -243,5 +252,6 @@ _READINGS: dict[str, Reading] = {
     "global_batch_size": _not_a_setting(_BATCHED),
     "native_amp_init_scale": _as_given("shardkit.precision.init_scale"),
     "seed": _as_given("shardkit.seed"),
+    "context_parallel_size": _context,
     **dict.fromkeys(_PARALLEL, _parallel),
 }

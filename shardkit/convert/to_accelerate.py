@@ -97,17 +97,35 @@ def _loads_everywhere(config: Config) -> bool:
 
 
 def _mesh(config: Config) -> dict[str, Any]:
-    """Version 2 expresses hybrid strategies by mesh sizes."""
-    if not config.fsdp.sharding_strategy.is_hybrid or counts_devices(config):
+    """Version 2 expresses hybrid strategies, and ranks that share sequences, by mesh sizes."""
+    context = _context(config)
+    if not (config.fsdp.sharding_strategy.is_hybrid or context > 1) or counts_devices(config):
         return {}
-    mesh, total = config.shardkit.mesh, config.num_processes
-    replicate = mesh.replicate_size or (total // mesh.shard_size if mesh.shard_size else config.num_machines)
-    sizes = {"dp_replicate_size": replicate, "dp_shard_size": total // replicate, "tp_size": 1, "cp_size": 1}
+    replicate = _replicas(config)
+    sizes = {"dp_replicate_size": replicate, "dp_shard_size": config.num_processes // replicate // context}
+    sizes |= {"tp_size": 1, "cp_size": context}
     return {"parallelism_config": {f"parallelism_config_{name}": size for name, size in sizes.items()}}
+
+
+def _replicas(config: Config) -> int:
+    mesh = config.shardkit.mesh
+    if not config.fsdp.sharding_strategy.is_hybrid:
+        return 1
+    return mesh.replicate_size or (config.num_processes // mesh.shard_size if mesh.shard_size else config.num_machines)
+
+
+def _context(config: Config) -> int:
+    """How many ranks share each sequence in Accelerate, which divides the ranks of a shard group into them."""
+    size = config.shardkit.mesh.context_size
+    if size == 1 or config.mode != "fsdp" or counts_devices(config):
+        return 1
+    return 1 if config.num_processes // _replicas(config) % size else size
 
 
 def _lost(config: Config) -> list[str]:
     given = {(name,) for name in _SAME} | {("fsdp", name) for name in _SAME_IN_FSDP} | _TOLD_OTHERWISE
+    if counts_devices(config) or _context(config) > 1:
+        given |= {("shardkit", "mesh", "context_size")}
     if config.mode != "fsdp":
         given |= {path for path in all_keys() if path[0] == "fsdp"}
     lost = [
@@ -119,6 +137,8 @@ def _lost(config: Config) -> list[str]:
 
 
 def _why_lost(name: str) -> str:
+    if name == "context_size":
+        return "Accelerate has it under FSDP only, where the ranks of a shard group share sequences"
     is_of_version_1 = name in IGNORED_IN_VERSION_2
     return "Accelerate does not use it with fsdp_version 2" if is_of_version_1 else "Accelerate has no such setting"
 
@@ -127,9 +147,15 @@ def _behaves_differently(config: Config) -> list[str]:
     on_cpu = runs_on_cpu(config)
     lines = []
     if counts_devices(config):
-        mesh = ", and the mesh of the hybrid strategy" if config.fsdp.sharding_strategy.is_hybrid else ""
+        has_mesh = config.fsdp.sharding_strategy.is_hybrid or config.shardkit.mesh.context_size > 1
+        mesh = ", and the sizes of the mesh" if has_mesh else ""
         lines.append(
             f"num_processes: the file does not say it, and Accelerate needs it{mesh}; set it and convert again."
+        )
+    elif (size := _context(config)) > 1:
+        lines.append(
+            f"shardkit.mesh.context_size: {size}: Accelerate's ranks pass keys and values around instead (ring "
+            "attention): attention must be causal, and masks are left out."
         )
     if config.mixed_precision == "mxfp8":
         lines.append("mixed_precision: mxfp8: Accelerate has no such precision; bf16 is written.")

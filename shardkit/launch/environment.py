@@ -97,16 +97,19 @@ def fsdp_variables(fsdp: FsdpConfig) -> dict[str, str]:
 
 
 def mesh_variables(config: Config) -> dict[str, str]:
-    """The hybrid strategies in Accelerate's terms: a mesh of replicas and shards (its FSDP version 2 only)."""
-    if not config.fsdp.sharding_strategy.is_hybrid or config.fsdp.version == 1:
+    """Hybrid strategies, and ranks that share sequences, in Accelerate's terms: a mesh (its FSDP version 2 only)."""
+    context = config.shardkit.mesh.context_size
+    if not (config.fsdp.sharding_strategy.is_hybrid or context > 1) or config.fsdp.version == 1:
         return {}
     sizes = mesh_sizes(config, config.num_processes, config.processes_per_machine)
+    if sizes.shard % context:
+        context = 1  # groups over several replicas, which Accelerate does not have
     return {
         "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
         "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(sizes.replicate),
-        "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(sizes.shard),
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(sizes.shard // context),
         "PARALLELISM_CONFIG_TP_SIZE": "1",
-        "PARALLELISM_CONFIG_CP_SIZE": "1",
+        "PARALLELISM_CONFIG_CP_SIZE": str(context),
     }
 
 

@@ -19,7 +19,7 @@ ARGUMENTS = {
 
 ATTRIBUTES = {
     "lomo_backward": "LOMO is not supported; use FSDP, which shards the gradients over ranks",
-    "deepspeed_ulysses_dl_adapter": "sequence parallelism is not supported; train without it",
+    "deepspeed_ulysses_dl_adapter": "loaders yield whole sequences; accelerator.context_parallel splits them",
     "flag_tensor": "set_trigger sets the flag, check_trigger reads and resets it",
     "save_iteration": "checkpoints are named by their step: accelerator.counters.step",
 }

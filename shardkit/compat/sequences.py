@@ -1,0 +1,116 @@
+"""Context parallelism under Accelerate's names: the mesh that the Accelerator shows, and values of slices."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.compat.mesh_sizes import ParallelismConfig
+from shardkit.data import padding
+from shardkit.data.loader import active_loader
+from shardkit.distributed import collectives
+from shardkit.distributed.nested import leaves, map_tensors
+from shardkit.errors import UsageError
+from shardkit.runtime.communication import Communication
+from shardkit.runtime.eager import eager
+from shardkit.runtime.run import Run
+from shardkit.runtime.steps.training_step import TrainingStep
+
+
+class SharedSequences(TrainingStep, Communication):
+    """What Accelerate's `Accelerator` has for ranks that share each sequence."""
+
+    _parallelism_config: ParallelismConfig | None = None
+    _split_at: int | None = None
+    """The batch, by the loaders' counter, whose sequences were split last."""
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:  # type: ignore[override]
+        """The argument of the constructor; without one, that of ranks which share sequences by shardkit.yaml."""
+        return self._parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The mesh of the parallelism config, with its axis names; None without one. The first use is collective."""
+        if self._parallelism_config is None:
+            return None
+        return self._parallelism_config.get_device_mesh(self.device.type)
+
+    @contextmanager
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Iterable[torch.Tensor] | None = None,
+    ) -> Iterator[None]:
+        """As shardkit's. From here to the next batch, `gather_for_metrics` has the values of all ranks. Collective."""
+        self._split_at = _batch_of(self._run)
+        with super().maybe_context_parallel(buffers, buffer_seq_dims, no_restore_buffers):
+            yield
+
+    @eager
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As shardkit's. Where the batch's sequences were split, values are those of slices, and each rank has its own:
+        all are returned, as by Accelerate. Collective."""
+        if self._run.region.group.size == 1 or self._split_at != _batch_of(self._run):
+            return super().gather_for_metrics(input_data, use_gather_object)
+        self._meet("gather_for_metrics")
+        return _of_slices(self._run, input_data, use_gather_object)
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
+        """The loader, where no ranks share sequences. Raises UsageError where they do: loaders yield whole ones."""
+        if self._run.region.group.size == 1:
+            return dl
+        raise UsageError(
+            "deepspeed_ulysses_dl_adapter: a loader yields whole sequences here, with their labels (got a group of "
+            f"{self._run.region.group.size} ranks that share each); leave the call out, and split each batch by "
+            "accelerator.maybe_context_parallel around forward, loss and backward, as the Trainer does."
+        )
+
+
+def _batch_of(run: Run) -> int:
+    """The number of the newest batch of the loop that is running; 0 outside of loops."""
+    loader = active_loader(run.loaders)
+    return 0 if loader is None else loader.last_yield
+
+
+def _of_slices(run: Run, data: Any, as_objects: bool) -> Any:
+    """All ranks' values in rank order, without those of the padding, which all ranks of a group have. Collective."""
+    if as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves(data)):
+        real = padding.real_samples(run.loaders, data, as_objects)
+        collectives.refuse_different([], "gather_for_metrics", run.same_data)
+        everyone = collectives.gather_object([data])
+        if not all(isinstance(one, list) for one in everyone):
+            counts = _real(run, [1] * len(everyone), real and real.ranks)
+            return [one for one, is_real in zip(everyone, counts, strict=True) if is_real]
+        counts = _real(run, [len(one) for one in everyone], real and real.samples)
+        return [item for one, count in zip(everyone, counts, strict=True) for item in one[:count]]
+    short, real = padding.short_batch(run.loaders, data), padding.real_samples(run.loaders, data, False)
+    collectives.refuse_different(data, "gather_for_metrics", run.same_data)
+
+    def real_part(tensor: torch.Tensor) -> torch.Tensor:
+        rows = _by_rank(tensor if tensor.dim() else tensor.unsqueeze(0))
+        each, all_real = [rows.size(1)] * rows.size(0), real and (real.samples if tensor.dim() else real.ranks)
+        if short is not None and bool((rows == rows[:, :1]).all()):  # a loss, repeated for each sample of a whole batch
+            each, all_real = _by_rank(torch.tensor([short[0]], device=tensor.device)).flatten().tolist(), short[1]
+        return torch.cat([row[:count] for row, count in zip(rows, _real(run, each, all_real), strict=True)])
+
+    return map_tensors(real_part, data)
+
+
+def _by_rank(tensor: torch.Tensor) -> torch.Tensor:
+    """(values, ...) -> (ranks, values, ...). Collective."""
+    return collectives.gather_one(tensor).unflatten(0, (collectives.world_size(), -1))
+
+
+def _real(run: Run, each: Sequence[int], real: int | None) -> list[int]:
+    """How many of each rank's values are real, of `each` that it has, where the first `real` of those of the groups
+    are; None: all."""
+    size, found = run.region.group.size, []
+    left = sum(each) if real is None else real
+    for of_group in each[::size]:
+        found += [min(of_group, left)] * size
+        left -= found[-1]
+    return found
