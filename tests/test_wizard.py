@@ -158,6 +158,33 @@ def test_advanced_asks_for_offload_wrapping_prefetch_and_state_dict_type_by_name
     assert fsdp["fsdp_state_dict_type"] == "FULL_STATE_DICT"
 
 
+@pytest.mark.parametrize(
+    ("model", "shown", "missing"),
+    [
+        (None, ["1. 1 ", "2. 2 ", "3. 4 ", "4. 8 ", "1/8 of each sequence"], ["5. 16"]),
+        ("gpt:layers=4,hidden=96,heads=6,vocab=1000", ["does not divide the 6 heads", "MiB, with"], ["4. 8 "]),
+    ],
+)
+def test_ranks_that_share_sequences_are_divisors_of_the_ranks_and_heads(folder, capsys, model, shown, missing):
+    asked = ["", "", "", "FULL_SHARD", ""] if model else ["", "", "", "", "FULL_SHARD", ""]
+    wanted = ["advanced", "ranks that share", "2" if model else "3", "done", "save"]
+    assert talk_plainly([*asked, *wanted], model=model) == 0
+    assert saved(folder)["shardkit"]["mesh"]["context_size"] == (2 if model else 4)
+    said = capsys.readouterr().out
+    said = said[said.index("How many ranks share each sequence") :]
+    said = said[: said.index("Which setting?")]
+    assert all(text in said for text in shown) and not any(text in said for text in missing)
+
+
+def test_fewer_ranks_take_back_how_many_share_a_sequence(folder):
+    (folder / "shardkit.yaml").write_text("num_processes: 8\nshardkit: {mesh: {context_size: 4}}\n")
+    assert talk_plainly(["edit", "change", "processes", "6", "done", "save"]) == 0
+    assert saved(folder)["shardkit"]["mesh"]["context_size"] == 1
+    (folder / "shardkit.yaml").write_text("num_processes: 8\nshardkit: {mesh: {context_size: 4}}\n")
+    assert talk_plainly(["edit", "change", "processes", "4", "done", "save"]) == 0
+    assert saved(folder)["shardkit"]["mesh"]["context_size"] == 4
+
+
 MODEL = """
 import torch
 from torch import nn

@@ -174,9 +174,37 @@ def _less_memory(s: Situation, config: Config, peak_bytes: int) -> list[str]:
     if config.mode == "fsdp" and not s.on_cpu:
         tried["optimizer state in host memory"] = _Offload.STATE.in_config(config)
         tried["CPU offload"] = _Offload.ALL.in_config(config)
+    if (ranks := _sharing_that_fits(s, config)) is not None:
+        tried[f"sequences shared by {ranks} ranks"] = _shared_by(config, ranks)
     found = {name: _estimate(s.model, other, s) for name, other in tried.items()}
     found["more machines"] = _estimated(_Model(s.model), config.model_dump_json(), s.world_size * 2, s.per_machine)
     return [name for name, other in found.items() if other and other.memory.peak.total < peak_bytes]
+
+
+def _sharing_that_fits(s: Situation, config: Config) -> int | None:
+    """The fewest ranks that have to share each sequence so that it fits; None where no number is enough. None for
+    attention in windows, whose masks are of whole sequences on every rank."""
+    facts = s.model.facts if s.model is not None else None
+    if s.model is None or facts is None or facts.window:
+        return None
+    for ranks in range(config.shardkit.mesh.context_size + 1, s.world_size + 1):
+        if s.world_size % ranks == 0 and facts.heads % ranks == 0:
+            found = _estimate(s.model, _shared_by(config, ranks), s)
+            if found is not None and fits(device_of(s), found.memory):
+                return ranks
+    return None
+
+
+def shared_text(s: Situation, ranks: int) -> str:
+    """A rank's peak memory where so many share each sequence; "" where it is unknown."""
+    if s.model is None or s.strategy is None:
+        return ""
+    found = _estimate(s.model, _shared_by(_with_details(s), ranks), s)
+    return f"{in_words(found.memory.peak.total)}, with {_of_activations(s.model)}" if found else ""
+
+
+def _shared_by(config: Config, ranks: int) -> Config:
+    return config.changed(shardkit={"mesh": {"context_size": ranks}})
 
 
 def _first_that_fits(s: Situation) -> _Offload | None:
@@ -203,30 +231,31 @@ def with_peaks(s: Situation, field: str, options: Sequence[Option]) -> Sequence[
         return options
     shown = []
     for option in options:
-        found = _estimate(s.model, _with_details(s, field, option.value), s)
+        found = _estimate(s.model, _with_details(s, **{field: option.value}), s)
         peak = f"{in_words(found.memory.peak.total)}; " if found else ""
         shown.append(replace(option, consequence=peak + option.consequence))
     return shown
 
 
-def _with_details(s: Situation, field: str, value: object) -> Config:
+def _with_details(s: Situation, **chosen: object) -> Config:
     """The configuration from the answers so far, with one more FSDP setting."""
     assert s.strategy is not None
     data = with_strategy(_config(s), s.strategy).model_dump()
     data["fsdp"] |= {key.removeprefix("fsdp."): given for key, given in s.answers.items() if key.startswith("fsdp.")}
-    data["fsdp"] |= {field: value}
+    data["fsdp"] |= chosen
     return Config.model_validate(data)
 
 
 def _config(s: Situation) -> Config:
     """The configuration from the answers so far, without offload, with wrapping that suits the model."""
+    sharing = s.base.shardkit.mesh.context_size
     return s.base.changed(
         distributed_type=DistributedType.FSDP,
         mixed_precision=s.answers.get("mixed_precision", s.base.mixed_precision),
         num_machines=s.machines,
         num_processes=s.world_size,
         fsdp={"offload_params": False, "reshard_after_forward": None, **_wrapping(s)},
-        shardkit={"offload_optimizer": False},
+        shardkit={"offload_optimizer": False, "mesh": {"context_size": 1 if s.world_size % sharing else sharing}},
     )
 
 

@@ -15,6 +15,8 @@ from shardkit.wizard.question import show
 from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, SLURM, TPU, Situation
 from shardkit.wording import count_text, counted
 
+MOST_SHARING = 64
+"""Ranks that share a sequence, where the model's heads are not known: models with more are rare."""
 EIGHT_BIT_TEXTS = {
     "fp8": "bf16 with Linear layers and their all-gathers in fp8 (torchao); large layers are faster",
     "mxfp8": "bf16 with Linear layers in fp8, a scale for each 32 numbers (torchao)",
@@ -147,6 +149,21 @@ def class_options(s: Situation) -> Sequence[Option]:
         Option(c.name, c.name, f"{c.count} x {count_text(c.numel_each)}, {c.share:.0%} of parameters")
         for c in s.model.block_classes
     )
+
+
+def context_sizes(s: Situation) -> Sequence[Option]:
+    """The divisors of the ranks, as far as a model has so many heads; with a model, a rank's memory for each."""
+    facts = s.model.facts if s.model is not None else None
+    most = min(s.world_size, facts.heads if facts else MOST_SHARING)
+    sizes = [size for size in range(1, s.world_size + 1) if s.world_size % size == 0]
+    found = []
+    for size in sizes:
+        if size > most and not (s.has_base and size == s.base.shardkit.mesh.context_size):
+            continue
+        reason = f"does not divide the {facts.heads} heads" if facts and facts.heads % size else ""
+        text = numbers.shared_text(s, size) or ("whole sequences" if size == 1 else f"1/{size} of each sequence")
+        found.append(Option(size, str(size), "" if reason else text, reason))
+    return found
 
 
 def reduce_dtypes(s: Situation) -> Sequence[Option]:

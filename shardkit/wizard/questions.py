@@ -268,6 +268,17 @@ _ADVANCED = (
         read=readers.whole_number(1),
     ),
     Question(
+        key="shardkit.mesh.context_size",
+        title="How many ranks share each sequence, if sequences are too long for one device?",
+        options=options.context_sizes,
+        default=always(1, "each rank has whole sequences"),
+        applies=conditions.splits,
+        label="ranks that share a sequence",
+        help_text="The script splits its batches: with accelerator.context_parallel(tokens, targets). Results are "
+        "those of whole sequences. Attention exchanges slices for heads: the number must divide the heads, and ranks "
+        "of one machine are fastest.",
+    ),
+    Question(
         key="shardkit.seed",
         title="Seed? (none: set by the script)",
         default=always(None, "set by the script"),
