@@ -18,6 +18,8 @@ SHARD_GRAD = (*FULL_SHARD, "--set", "fsdp.sharding_strategy=2")
 HYBRID = (*FULL_SHARD, "--set", "fsdp.sharding_strategy=4")
 HYBRID += ("--set", "shardkit.mesh.replicate_size=2", "--set", "shardkit.mesh.shard_size=2")
 
+SHARED = ("--set", "shardkit.mesh.context_size=2")
+
 pytestmark = pytest.mark.slow
 
 
@@ -84,9 +86,11 @@ def needs(*packages: str) -> None:
 
 
 def compare_trainer(kind: str, world: int, flags: tuple[str, ...], tmp_path: Path, shared: Path) -> None:
+    """`world`: the ranks, or groups of ranks that share each sequence, that read different samples."""
     needs("transformers")
     alone = trainer_alone(kind, 4, str(shared / kind))
-    ranks = found(tmp_path, ("-n", str(world), *flags), "trainer_run", kind, tmp_path, 4 // world)
+    count = world * 2 if SHARED[1] in flags else world
+    ranks = found(tmp_path, ("-n", str(count), *flags), "trainer_run", kind, tmp_path, 4 // world)
     alike(ranks, alone, bound=2e-3 if kind == "seq2seq" else 1e-3)
     assert ranks["again"] == pytest.approx(ranks["losses"], abs=1e-5), "resumed in the middle of an epoch"
 
@@ -105,6 +109,15 @@ def test_the_trainer_on_two_shards_is_one_process(tmp_path, shared):
 def test_trainers_are_one_process(kind, world, flags, tmp_path, shared):
     needs(*{"lora": ["peft"], "qlora": ["peft", "bitsandbytes"]}.get(kind, []))
     compare_trainer(kind, world, flags, tmp_path, shared)
+
+
+@pytest.mark.requirement("U1")
+@pytest.mark.compat
+@pytest.mark.parametrize("kind", ["causal", "lora"])
+@pytest.mark.parametrize(("world", "flags"), [(1, FULL_SHARD), (2, DDP), (2, SHARD_GRAD)])
+def test_trainers_whose_ranks_share_sequences_are_one_process(kind, world, flags, tmp_path, shared):
+    needs(*{"lora": ["peft"]}.get(kind, []))
+    compare_trainer(kind, world, (*flags, *SHARED), tmp_path, shared)
 
 
 @pytest.mark.requirement("U1")
@@ -135,6 +148,19 @@ def test_trl_is_one_process(kind, world, flags, tmp_path, shared):
         assert ranks["steps"] == alone["steps"]
     else:
         alike(ranks, alone, bound=1e-3)
+
+
+@pytest.mark.requirement("U1")
+@pytest.mark.compat
+@pytest.mark.parametrize(("world", "flags"), [(1, FULL_SHARD), (2, DDP)])
+def test_trls_sft_whose_ranks_share_sequences_is_one_process(world, flags, tmp_path):
+    needs("trl", "datasets")
+    alone = found(tmp_path / "1", ("-n", "1"), "trl_run", "sft", tmp_path / "1", 4, 4)
+    count = ("-n", str(2 * world))
+    ranks = found(tmp_path / "2", (*count, *flags, *SHARED), "trl_run", "sft", tmp_path / "2", 4 // world, 4)
+    alike(ranks, alone, bound=1e-3)
+    done = launch(tmp_path, (*count, *flags, *SHARED), "trl_run", "dpo", tmp_path / "2", 4 // world)
+    assert done.returncode == 2 and "DPOTrainer: its loss needs whole sequences" in done.stderr
 
 
 def test_check_says_what_a_script_names_and_starts_nothing(tmp_path):

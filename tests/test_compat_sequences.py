@@ -1,6 +1,8 @@
 """Context parallelism under Accelerate's names: what a script gives and sees, against one process."""
 
 import logging
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardkit.compat import Accelerator
+from shardkit.compat import Accelerator, trainers
 from shardkit.compat.mesh_sizes import DeepSpeedSequenceParallelConfig, ParallelismConfig, TorchContextParallelConfig
 from shardkit.compat.states import AcceleratorState
 from shardkit.errors import UsageError
@@ -190,6 +192,63 @@ def sizes_that_are_not_those_of_the_ranks():
 def test_what_is_said_of_sizes_on_ranks(ranks):
     first, second = ranks.run(2, sizes_that_are_not_those_of_the_ranks)
     assert len(first) == 1 and "the Trainer splits them" in first[0] and second == []
+
+
+class Trainers:
+    """What the module transformers.trainer has."""
+
+    class Trainer:
+        def __init__(self, smoothing: float = 0.0, compute_loss_func: Any = None) -> None:
+            self.args = SimpleNamespace(label_smoothing_factor=smoothing)
+            trainers.refuse_unsplit(sys._getframe(), 2, True)
+
+        def compute_loss(self) -> None: ...
+
+
+class Logging(Trainers.Trainer):
+    def compute_loss(self) -> None:
+        super().compute_loss()
+
+
+class OfItsOwn(Trainers.Trainer):
+    def compute_loss(self) -> None: ...
+
+
+class DPOTrainer(OfItsOwn):
+    def compute_loss(self) -> None: ...
+
+
+class SFTTrainer(OfItsOwn):
+    def compute_loss(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (
+            DPOTrainer,
+            {},
+            r"DPOTrainer: its loss needs whole .* \(got shardkit.mesh.context_size: 2\); leave",
+        ),
+        (
+            SFTTrainer,
+            {"smoothing": 0.1},
+            r"label_smoothing_factor would .* \(got label_smoothing_factor=0.1 with",
+        ),
+        (Logging, {"compute_loss_func": trained}, r"compute_loss_func would .* \(got compute_loss_func=trained with"),
+    ],
+)
+def test_losses_of_whole_sequences_are_refused_where_ranks_share_them(monkeypatch, kind, options, words):
+    monkeypatch.setitem(sys.modules, "transformers.trainer", Trainers)
+    monkeypatch.setattr(Trainers.Trainer, "__module__", "transformers.trainer")
+    for one in (DPOTrainer, SFTTrainer):
+        monkeypatch.setattr(one, "__module__", "trl.trainer")
+    with pytest.raises(UsageError, match=words):
+        kind(**options)
+    with log_lines(level=logging.WARNING) as lines:
+        for one in (Trainers.Trainer, Logging, OfItsOwn, SFTTrainer):
+            one()
+    assert [line.partition(":")[0] for line in lines] == ["OfItsOwn.compute_loss"]
 
 
 def test_the_adapter_of_loaders_is_none_where_no_ranks_share_sequences(alone):

@@ -8,7 +8,7 @@ This package only translates names and arguments. The functionality is in `shard
 depend on this package.
 
 names           names, the tables; modules, which looks them up; touched, what a run uses of them; startup, of a launch
-the class       facade; members, the table of its members; attributes, given, sequences, window
+the class       facade; members, the table of its members; attributes, given, window; sequences, trainers
 other classes   states, plugins, mesh_sizes, handlers, kinds, constants, loaders, schedulers, trackers, local_sgd
 functions       operations, machine, memory, models, forward_hooks, trainer_files, trials
 differences     differences, with the switch for Accelerate's own behaviour

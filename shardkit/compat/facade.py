@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.profiler import profile as profiler
 
-from shardkit.compat import mesh_sizes, operations
+from shardkit.compat import mesh_sizes, operations, trainers
 from shardkit.compat.attributes import PlainAttributes
 from shardkit.compat.differences import takes_back
 from shardkit.compat.given import GivenObjects
@@ -119,6 +119,8 @@ class Accelerator(GivenObjects, PlainAttributes, SharedSequences, own.Accelerato
             **others,
         )
         self.rng_types = list(rng_types or [])
+        if (sharing := self._run.region.group.size) > 1:
+            trainers.refuse_unsplit(sys._getframe(1), sharing, self.is_main_process)
         self._parallelism_config = mesh_sizes.of_run(parallelism_config, self._run)
         self._logged_alone: set[str] = set()
         self._run.trackers.counts_for_objects = False

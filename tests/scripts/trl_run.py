@@ -1,6 +1,7 @@
 """TRL's trainers on tiny models and local data.
 
-Arguments: kind (sft, dpo, reward, grpo), output folder, samples a rank. Writes found.json.
+Arguments: kind (sft, dpo, reward, grpo), output folder, samples a rank, what sft pads to a multiple of. Writes
+found.json.
 """
 
 import json
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 KIND, OUT, SAMPLES = sys.argv[1], sys.argv[2], int(sys.argv[3])
+MULTIPLE = int(sys.argv[4]) if len(sys.argv) > 4 else None
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(60))]
 CONFIG = Qwen2Config(
     vocab_size=64,
@@ -70,10 +72,10 @@ def trainer():
     if KIND == "sft":
         from trl import SFTConfig, SFTTrainer
 
-        data = Dataset.from_dict({"text": sentences(16, 8, 0)})
-        return SFTTrainer(
-            model(), args=SFTConfig(max_length=32, **ARGUMENTS), train_dataset=data, processing_class=tokens
-        )
+        data, beside = (Dataset.from_dict({"text": sentences(count, 8, 0)}) for count in (16, 6))
+        said = SFTConfig(max_length=32, pad_to_multiple_of=MULTIPLE, eval_strategy="epoch", **ARGUMENTS)
+        said.per_device_eval_batch_size = SAMPLES
+        return SFTTrainer(model(), args=said, train_dataset=data, eval_dataset=beside, processing_class=tokens)
     if KIND == "dpo":
         from trl import DPOConfig, DPOTrainer
 
@@ -101,5 +103,9 @@ def trainer():
 run = trainer()
 run.train()
 if run.is_world_process_zero():
-    losses = [one["loss"] for one in run.state.log_history if "loss" in one]
-    Path(OUT, "found.json").write_text(json.dumps({"losses": losses, "steps": run.state.global_step}))
+    log = run.state.log_history
+    losses = [one["loss"] for one in log if "loss" in one]
+    beside = [
+        one.get(name) for one in log for name in ("num_tokens", "mean_token_accuracy", "eval_loss") if name in one
+    ]
+    Path(OUT, "found.json").write_text(json.dumps({"losses": losses, "beside": beside, "steps": run.state.global_step}))
