@@ -81,6 +81,8 @@ def test_the_worlds_that_are_not_used_are_said_with_the_reason():
     )
     text = "  mesh:\n    shard_size: 4\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n"
     assert "not 1: " in membership.summary(config(text, 4)) and "shard_size" in membership.summary(config(text, 4))
+    shared = membership.summary(config("  mesh:\n    context_size: 4\n", 4))
+    assert shared.startswith("elastic: worlds of 2 or 4 machines (not 1: ") and "context_size" in shared
 
 
 @pytest.mark.parametrize(

@@ -589,6 +589,18 @@ def test_the_note_on_the_cpu_is_for_scripts_on_accelerate():
     assert environment.cpu_note(two, "cuda", "import accelerate") is None
 
 
+@pytest.mark.parametrize(
+    ("device", "settings", "is_told"),
+    [("cpu", {}, True), ("cuda", {}, False), ("cuda", {"version": 1}, True), ("cuda", {"sharding_strategy": 3}, True)],
+)
+def test_ranks_that_share_no_sequences_in_accelerate_are_noted(device, settings, is_told):
+    four = Config(num_processes=4, fsdp=settings, shardkit={"mesh": {"context_size": 2}})
+    said = environment.context_note(four, device, "from transformers import Trainer")
+    assert (said is not None and "context_size: 2: Accelerate and the Transformers Trainer share" in said) == is_told
+    assert environment.context_note(four, device, "from shardkit import Accelerator") is None
+    assert environment.context_note(Config(num_processes=4, fsdp=settings), device, "import accelerate") is None
+
+
 def test_a_script_that_spawns_ranks_is_noted_and_one_that_mentions_it_is_not():
     for call in ("mp.spawn", "torch.multiprocessing.spawn", "mp.start_processes"):
         said = environment.spawn_note(f"if True:\n    {call}(main, nprocs=2)\n")

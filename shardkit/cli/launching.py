@@ -170,6 +170,7 @@ def _notes(asked: Asked, loaded: LoadedConfig, machine: Machine, scheduler: Sche
         preflight.rank_warning(variables),
         preflight.job_warning(config, scheduler, variables),
         environment.cpu_note(config, spec.device_of(config), source),
+        environment.context_note(config, spec.device_of(config), source),
         environment.spawn_note(source),
         *_notes_on_script(asked, config),
     )

@@ -89,6 +89,13 @@ DIFFERENCES = [
         "sums over many ranks lose too much precision in bf16",
     ),
     Difference(
+        ("Accelerator.maybe_context_parallel",),
+        "ranks that share sequences (cp_size, and DeepSpeed's sp_size, which is shown as cp_size) exchange slices for "
+        "heads, as Ulysses does; Accelerate's pass keys and values around. The size must divide the heads, and the "
+        "mean of a cross entropy is that of whole sequences on each rank",
+        "any mask works, also without FSDP, with the attention kernels that torch chooses",
+    ),
+    Difference(
         ("utils.load_fsdp_model", "utils.save_fsdp_model"),
         "the Trainer's pytorch_model_fsdp_0 and optimizer_0 are shardkit checkpoints with digests, which load on any "
         "number of ranks",

@@ -9,6 +9,8 @@ from shardkit.config.schema import Config, FsdpConfig, WrapPolicy
 from shardkit.digits import number_in
 from shardkit.launch import names
 
+_CP_SIZE = "PARALLELISM_CONFIG_CP_SIZE"
+
 
 def rank_variables(
     config: Config, device: str, ranks_here: int, cores: int, inherited: Mapping[str, str]
@@ -109,20 +111,38 @@ def mesh_variables(config: Config) -> dict[str, str]:
         "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(sizes.replicate),
         "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(sizes.shard // context),
         "PARALLELISM_CONFIG_TP_SIZE": "1",
-        "PARALLELISM_CONFIG_CP_SIZE": str(context),
+        _CP_SIZE: str(context),
     }
 
 
 def cpu_note(config: Config, device: str, source: str) -> str | None:
     """A note for scripts on Accelerate or the Trainer that run on the CPU; None if there is none."""
-    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", source, re.MULTILINE))
-    is_theirs = "shardkit" not in imported and bool(imported & {"accelerate", "transformers"})
-    if not is_theirs or device != "cpu" or config.mode != "fsdp":
+    if not _is_theirs(source) or device != "cpu" or config.mode != "fsdp":
         return None
     return (
         "note: Accelerate and the Transformers Trainer do not shard on the CPU: this script runs as DDP (on GPUs: "
         f"{config.fsdp.sharding_strategy.value}); with --as-accelerate it runs on shardkit, which shards here too."
     )
+
+
+def context_note(config: Config, device: str, source: str) -> str | None:
+    """A note for scripts on Accelerate or the Trainer whose ranks do not share sequences there; None if there is
+    none."""
+    size = config.shardkit.mesh.context_size
+    if not _is_theirs(source) or size == 1:
+        return None
+    if device == "cuda" and config.mode == "fsdp" and mesh_variables(config).get(_CP_SIZE) == str(size):
+        return None
+    return (
+        f"note: shardkit.mesh.context_size: {size}: Accelerate and the Transformers Trainer share sequences under FSDP "
+        "version 2 on GPUs only, by the ranks of a shard group: this script's ranks have whole ones; with "
+        "--as-accelerate it runs on shardkit, where they share them."
+    )
+
+
+def _is_theirs(source: str) -> bool:
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", source, re.MULTILINE))
+    return "shardkit" not in imported and bool(imported & {"accelerate", "transformers"})
 
 
 def spawn_note(source: str) -> str | None:
