@@ -304,6 +304,18 @@ def test_what_does_not_fit_is_told_with_what_would_need_less_of_what_is_chosen(
     assert f"! This does not fit. It needs less with: {ways}" in " ".join(capsys.readouterr().out.split())
 
 
+def test_the_fewest_ranks_that_share_a_sequence_so_that_it_fits_are_told(folder, capsys):
+    pytest.importorskip("shardkit.plan.context")
+    small = replace(EIGHT_GPUS, devices=(replace(EIGHT_GPUS.devices[0], memory_bytes=3000 * 2**20),) * 8)
+    model = "gpt:layers=12,hidden=768,heads=12,vocab=50000"
+    asked = ["", "", "", "1", "", "advanced", "ranks that share", "3", "done", "quit"]
+    assert talk_plainly(asked, small, model=model) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "CPU offload, sequences shared by 4 ranks, more machines." in said
+    assert "does not divide the 12 heads" in said
+    assert said.count("! This does not fit.") == 1, "not after it was chosen"
+
+
 @pytest.mark.slow
 def test_a_model_that_cannot_be_read_is_asked_for_again_and_can_be_left_out(folder, capsys):
     assert talk_plainly(["", "", "", "", "", "", ""], model="nowhere:model") == 0
