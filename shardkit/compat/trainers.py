@@ -34,7 +34,8 @@ def refuse_unsplit(frame: FrameType | None, ranks: int, is_main: bool) -> None:
             f"{kind}: {given[0].partition('=')[0]} would take the labels of a slice for those of a sequence (got "
             f"{', '.join(given)} with {setting}); leave one of the two out."
         )
-    if library not in ("transformers", "trl") and "super" not in owner.compute_loss.__code__.co_names and is_main:
+    called = getattr(getattr(vars(owner)["compute_loss"], "__code__", None), "co_names", ())
+    if is_main and library not in ("transformers", "trl") and "super" not in called:
         log.warning(
             "%s.compute_loss: its inputs are slices of sequences (%s), and labels of slices cannot be shifted; take "
             "the loss of the model, or of inputs['shift_labels'].",
@@ -47,7 +48,7 @@ def _trainer_in(frame: FrameType | None) -> tuple[Any, list[str]]:
     """The Trainer that one of these frames constructs, and the loss function that it is given, as text."""
     module = sys.modules.get("transformers.trainer")
     kind = getattr(module, "Trainer", None)
-    found, given = None, []
+    found, given = None, list[str]()
     while kind is not None and frame is not None:
         one = frame.f_locals.get("self")
         if isinstance(one, kind):
