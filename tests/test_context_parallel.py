@@ -514,6 +514,22 @@ def test_what_cannot_be_checked_is_told(ranks):
     assert "LossAlone takes labels" in lines[0] and "returns no values along the sequence" in lines[1]
 
 
+def never_split():
+    accelerator = Accelerator(config=settings())
+    model, optimizer, loader = parts(accelerator)
+    with log_lines() as lines:
+        for tokens, targets in loader:
+            accelerator.backward(loss_of(model, tokens, targets))
+            optimizer.step()
+    return [line for line in lines if "context_parallel" in line]
+
+
+def test_a_loop_that_splits_no_sequence_is_told(ranks):
+    (line,), others = ranks.run(2, never_split)
+    assert not others
+    assert "2 ranks are to share each sequence" in line and "the first 3 steps have split none" in line
+
+
 def misused(how):
     accelerator = Accelerator(config=settings())
     model, _, loader = parts(accelerator)

@@ -31,6 +31,7 @@ from shardkit.runtime.likely_mistakes.same_data import SameData
 from shardkit.runtime.likely_mistakes.same_modules import SameModules
 from shardkit.runtime.likely_mistakes.same_weights import SameWeights
 from shardkit.runtime.likely_mistakes.schedule_lengths import ScheduleLengths
+from shardkit.runtime.likely_mistakes.whole_sequences import WholeSequences
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.nan_origin import NanOrigin
 from shardkit.runtime.optimizer import AcceleratedOptimizer
@@ -173,6 +174,7 @@ class Run:
             MissingModels(self.models, self.optimizers, control).check,
             self.followers.note_step,
             self.schedule_lengths.check,
+            WholeSequences(self.region, is_main).check,
         )
         foreign_steps.watch(self.accumulation)
 
