@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -220,7 +221,7 @@ def test_attention_equals_torchs_over_the_whole_sequence(ranks, size, name):
 LOSSES = [{}, {"weight": "random"}, {"label_smoothing": 0.1}, {"ignore_index": 3}, {"reduction": "sum"}]
 
 
-def loss_of_slice(named, bias):
+def loss_of_slice(named, function):
     here = region(2)
     torch.manual_seed(6)
     logits, targets = torch.randn(2, 8, 5, requires_grad=True), torch.randint(5, (2, 8))
@@ -228,19 +229,21 @@ def loss_of_slice(named, bias):
     if "weight" in named:
         named = {**named, "weight": torch.rand(5)}
     with here.split([logits, targets], 1) as (own, own_targets):
-        if bias:
+        if function == "linear":
             loss = F.linear_cross_entropy(own.flatten(0, 1), torch.eye(5), own_targets.flatten(), **named)
         else:
-            loss = F.cross_entropy(own.flatten(0, 1), own_targets.flatten(), **named)
+            by_name = {"called": F.cross_entropy, "imported": cross_entropy}
+            loss = by_name[function](own.flatten(0, 1), own_targets.flatten(), **named)
     loss.backward()
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **named)
     (gradient,) = torch.autograd.grad(expected, logits)
     return float(loss.detach()), float(expected.detach()), logits.grad.tolist(), gradient.tolist()
 
 
+@pytest.mark.parametrize("function", ["called", "imported"])
 @pytest.mark.parametrize("named", LOSSES)
-def test_the_mean_cross_entropy_is_that_of_the_whole_sequence(ranks, named):
-    answers = ranks.run(2, loss_of_slice, named, False)
+def test_the_mean_cross_entropy_is_that_of_the_whole_sequence(ranks, named, function):
+    answers = ranks.run(2, loss_of_slice, named, function)
     is_mean = "reduction" not in named
     for loss, expected, _, _ in answers:
         assert not is_mean or loss == pytest.approx(expected, rel=1e-5)
@@ -252,7 +255,7 @@ def test_the_mean_cross_entropy_is_that_of_the_whole_sequence(ranks, named):
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch before 2.13 has no linear_cross_entropy")
 def test_the_mean_of_torchs_fused_cross_entropy_is_that_of_the_whole_sequence(ranks):
-    for loss, expected, _, _ in ranks.run(2, loss_of_slice, {}, True):
+    for loss, expected, _, _ in ranks.run(2, loss_of_slice, {}, "linear"):
         assert loss == pytest.approx(expected, rel=1e-5)
 
 

@@ -142,9 +142,9 @@ def _judge(name: str, region: Region, error: float | None) -> None:
     elif found:
         raise UsageError(
             f"context_parallel: {name} gives other values for slices of a sequence than for the whole one (got "
-            f"{found:.3g} times the allowed difference); it must mix positions only in torch's "
-            "scaled_dot_product_attention (attn_implementation='sdpa' in Transformers), and be given the positions of "
-            "its slice: split them beside the tokens."
+            f"{found:.3g} times the allowed difference); it must mix positions only by calling "
+            "torch.nn.functional.scaled_dot_product_attention under this name (attn_implementation='sdpa' in "
+            "Transformers), and be given the positions of its slice: split them beside the tokens."
         )
 
 

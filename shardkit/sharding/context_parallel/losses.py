@@ -12,8 +12,13 @@ from shardkit.sharding.context_parallel.groups import ContextGroup
 IGNORED = -100
 """torch's default."""
 
-torchs, torchs_linear = F.cross_entropy, getattr(F, "linear_cross_entropy", None)
-"""The second, with the last layer's product in it, is there from torch 2.13 on."""
+torchs = F.cross_entropy
+torchs_operator: Any = torch._C._nn.cross_entropy_loss
+torchs_linear = getattr(F, "linear_cross_entropy", None)
+"""With the last layer's product in it; there from torch 2.13 on."""
+
+_MEAN, _SUM = 1, 2
+"""torch's numbers of the reductions."""
 
 
 def cross_entropy(
@@ -33,6 +38,22 @@ def cross_entropy(
     if not is_mean or target.is_floating_point():  # probabilities: none is ignored, and slices are equally long
         return torchs(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     own = torchs(input, target, weight, None, ignore_index, None, "sum", label_smoothing)
+    return _mean(group, own, target, weight, ignore_index)
+
+
+def cross_entropy_loss(
+    group: ContextGroup,
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = _MEAN,
+    ignore_index: int = IGNORED,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """The operator that `cross_entropy` calls, for scripts that have imported the function by its name."""
+    if reduction != _MEAN or target.is_floating_point():
+        return torchs_operator(input, target, weight, reduction, ignore_index, label_smoothing)
+    own = torchs_operator(input, target, weight, _SUM, ignore_index, label_smoothing)
     return _mean(group, own, target, weight, ignore_index)
 
 

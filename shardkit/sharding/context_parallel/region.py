@@ -200,6 +200,7 @@ def _install() -> None:
 
     F.scaled_dot_product_attention = _asking(attention.torchs, attention.attention)
     F.cross_entropy = _asking(losses.torchs, losses.cross_entropy)
+    torch._C._nn.cross_entropy_loss = _asking(losses.torchs_operator, losses.cross_entropy_loss)
     if losses.torchs_linear is not None:
         F.linear_cross_entropy = _asking(losses.torchs_linear, losses.linear_cross_entropy)
     torch.backends.mha.set_fastpath_enabled(False)  # of encoders in evaluation, which does without the first function
