@@ -324,6 +324,39 @@ def test_libraries_that_look_up_the_name_of_a_models_class_find_it(ranks):
     assert ranks.run(2, names_of_classes)[0] == ["tests.models.Gpt, Gpt", "tests.models.Block, Block"]
 
 
+class Loaded(nn.Module):
+    """Makes another of its class in two calls, as sentence-transformers loads its best model."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+    @classmethod
+    def load(cls, width: int) -> nn.Module:
+        made = cls.__new__(cls)
+        made.noted = "before __init__"
+        made.__init__(width)
+        return made
+
+
+def made_by_a_sharded_models_class() -> list[bool]:
+    """Whether each way to make a module by the class of a sharded one gives a plain one, and its weights are loaded."""
+    sharded = parallel(Loaded(8), config_for(2))
+    assert isinstance(sharded, FSDPModule)
+    plain = [sharded.load(8), type(sharded)(8), type(sharded)(width=8)]
+    found = [type(made) is Loaded and not isinstance(made, FSDPModule) for made in plain]
+    loaded = plain[0]
+    sharded.load_state_dict(loaded.state_dict())
+    return [*found, loaded.noted == "before __init__", torch.equal(whole(sharded.inner.weight), loaded.inner.weight)]
+
+
+def test_the_class_of_a_sharded_model_makes_plain_ones(ranks):
+    assert ranks.run(2, made_by_a_sharded_models_class) == [[True] * 5] * 2
+
+
 class Layer(Generic[Item], nn.Linear):
     """Laid out in memory by another base than nn.Module."""
 

@@ -76,25 +76,34 @@ def own_class(kind: type[nn.Module]) -> type[nn.Module]:
     return next(base for base in bases if not issubclass(base, FSDPModule))
 
 
-def give_class(kind: type[nn.Module]) -> None:
-    """Lets fully_shard take modules of a class with another base before nn.Module, as in `class Model(ABC, nn.Module)`.
+def give_class(kind: Any) -> None:
+    """Makes the class that fully_shard then puts on modules of this one. It differs from torch's in two points.
 
-    Python lays such a class out by its first base, and refuses its modules the class that torch makes, of FSDPModule
-    and theirs. They get one that is laid out by theirs and has the same order of methods.
+    - It is laid out by theirs, which may have another base before nn.Module, as in `class Model(ABC, nn.Module)`;
+      Python refuses such modules a class that is laid out by FSDPModule. The order of methods is the same.
+    - Its `__new__` leaves `__init__` to the caller. torch's runs it, so that a method of the class that makes a model
+      by `cls.__new__(cls)`, as sentence-transformers loads the best one, ends in an error of missing arguments.
     """
     place = import_module(_FULLY_SHARD)
     known = place.get_cls_to_fsdp_cls()
-    if kind in known or issubclass(kind, FSDPModule) or _is_laid_out_by_module(kind):
+    if kind in known or issubclass(kind, FSDPModule):
         return
-    order: Any = type(f"Order{kind.__name__}", (type(kind),), {"mro": lambda made: [made, FSDPModule, *kind.__mro__]})
-    attributes = {"__deepcopy__": place._unimplemented_deepcopy, "__module__": kind.__module__}
-    known[kind] = order(f"FSDP{kind.__name__}", (kind, FSDPModule), attributes)
 
+    class Sharded(type(kind)):  # type: ignore[misc]
+        def mro(cls) -> list[type]:
+            order: list[type] = super().mro()
+            order.remove(FSDPModule)
+            order.insert(order.index(kind), FSDPModule)
+            return order
 
-def _is_laid_out_by_module(kind: type) -> bool:
-    while kind not in (nn.Module, object):
-        kind = kind.__base__ or object
-    return kind is nn.Module
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # a slice of an nn.ModuleList is a plain one
+            return kind(*args, **kwargs)
+
+    def plain(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return kind.__new__(kind, *args, **kwargs)
+
+    attributes = {"__deepcopy__": place._unimplemented_deepcopy, "__new__": plain, "__module__": kind.__module__}
+    known[kind] = Sharded(f"FSDP{kind.__name__}", (kind, FSDPModule), attributes)
 
 
 def root_of(model: nn.Module) -> Any:
