@@ -231,6 +231,8 @@ def loss_of_slice(named, function):
     with here.split([logits, targets], 1) as (own, own_targets):
         if function == "linear":
             loss = F.linear_cross_entropy(own.flatten(0, 1), torch.eye(5), own_targets.flatten(), **named)
+        elif function == "nll_loss":
+            loss = F.nll_loss(own.flatten(0, 1).log_softmax(-1), own_targets.flatten(), **named)
         else:
             by_name = {"called": F.cross_entropy, "imported": cross_entropy}
             loss = by_name[function](own.flatten(0, 1), own_targets.flatten(), **named)
@@ -240,8 +242,11 @@ def loss_of_slice(named, function):
     return float(loss.detach()), float(expected.detach()), logits.grad.tolist(), gradient.tolist()
 
 
-@pytest.mark.parametrize("function", ["called", "imported"])
-@pytest.mark.parametrize("named", LOSSES)
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [(function, named) for function in ("called", "imported") for named in LOSSES]
+    + [("nll_loss", named) for named in LOSSES if "label_smoothing" not in named],
+)
 def test_the_mean_cross_entropy_is_that_of_the_whole_sequence(ranks, named, function):
     answers = ranks.run(2, loss_of_slice, named, function)
     is_mean = "reduction" not in named
@@ -259,6 +264,18 @@ def test_the_mean_of_torchs_fused_cross_entropy_is_that_of_the_whole_sequence(ra
         assert loss == pytest.approx(expected, rel=1e-5)
 
 
+def mean_in_16_bits():
+    here = region(2)
+    logits, targets = torch.zeros(2, 8, 5, dtype=torch.float16), torch.ones(2, 8, dtype=torch.long)
+    logits[..., 0] = 2e4
+    with here.split([logits, targets], 1) as (own, own_targets):
+        return float(F.cross_entropy(own.flatten(0, 1), own_targets.flatten()))
+
+
+def test_a_mean_in_16_bits_does_not_overflow(ranks):
+    assert ranks.run(2, mean_in_16_bits) == [2e4, 2e4]
+
+
 # ---- regions ----
 
 
@@ -266,10 +283,12 @@ def regions():
     accelerator = Accelerator(config=settings())
     model = parts(accelerator)[0]
     torch.manual_seed(accelerator.process_index)  # each rank draws its own
-    tokens, sizes, found = torch.randint(VOCABULARY, (2, POSITIONS)), torch.ones(2), {}
-    with accelerator.context_parallel({"tokens": tokens, "sizes": sizes, "name": "a"}) as batch:
-        found["kept"] = batch["sizes"] is sizes and batch["name"] == "a"
-        found["own"] = batch["tokens"].tolist()
+    tokens, times, found = torch.randint(VOCABULARY, (2, POSITIONS)), torch.rand(2), {}
+    with accelerator.context_parallel({"tokens": tokens, "times": times, "name": "a"}) as batch:
+        found["kept"] = batch["name"] == "a"
+        found["times"], found["own"] = batch["times"].tolist(), batch["tokens"].tolist()
+    with accelerator.context_parallel(tokens.unsqueeze(-1), times, torch.tensor(1.0), dim=-2) as (_, kept, number):
+        found["kept"] &= kept.shape == (2,) and number == 1
     with accelerator.context_parallel(tokens.T, dim=0) as alone:
         found["first dim"] = alone.T.tolist()
     with accelerator.context_parallel(tokens, dim=-1) as alone:
@@ -286,9 +305,9 @@ def regions():
 
 def test_each_rank_has_its_slice_of_what_the_first_rank_has(ranks):
     torch.manual_seed(0)
-    first = torch.randint(VOCABULARY, (2, POSITIONS))
+    first, times = torch.randint(VOCABULARY, (2, POSITIONS)), torch.rand(2).tolist()
     for rank, found in enumerate(ranks.run(2, regions)):
-        assert found["kept"] and found["after"] and found["rank"] == rank
+        assert found["kept"] and found["times"] == times and found["after"] and found["rank"] == rank
         for name in ("own", "first dim", "last dim", "in place"):
             assert found[name] == first[:, 8 * rank : 8 * rank + 8].tolist(), name
 
@@ -340,6 +359,39 @@ def copied():
 def test_copies_of_a_model_share_sequences_and_pickles_do_not(ranks):
     for errors in ranks.run(2, copied):
         assert max(errors) < 1e-5
+
+
+def of_another_model():
+    """Gradients of a model that is not prepared, recomputed after a region of one that is."""
+    accelerator = Accelerator(config=settings())
+    model, _, loader = parts(accelerator)
+    tokens, targets = next(iter(loader))
+    with accelerator.context_parallel(tokens, targets) as own:
+        loss_of(model, *own).backward()
+    torch.manual_seed(3)
+    block, x = Block(), torch.randn(2, 8, WIDTH)
+    checkpoint(block, x, use_reentrant=False).sum().backward()
+    expected = torch.autograd.grad(block(x).sum(), block.qkv.weight)[0]
+    return (block.qkv.weight.grad - expected).abs().max().item()
+
+
+def test_a_backward_outside_of_the_region_recomputes_whole_sequences(ranks):
+    assert max(ranks.run(2, of_another_model)) < 1e-5
+
+
+def prepared_again():
+    model = parts(Accelerator(config=settings("FULL_SHARD")))[0]
+    accelerator = Accelerator(config=settings("FULL_SHARD"))
+    model = accelerator.prepare(model)
+    tokens, targets = samples()[:4]
+    whole = loss_of(model, tokens, targets).item()
+    with accelerator.context_parallel(tokens, targets) as own:
+        return loss_of(model, *own).item(), whole
+
+
+def test_a_model_goes_on_with_another_accelerator(ranks):
+    for found, expected in ranks.run(2, prepared_again):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def compiled(evaluates_first):
@@ -465,23 +517,62 @@ class ThreeHeads(Masked):
         return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
+class PreTrainedModel(nn.Module):
+    """By its name, one of Transformers."""
+
+
+class CountsFromOne(PreTrainedModel, Decoder):
+    def forward(self, tokens, position_ids=None):
+        return super().forward(
+            tokens, torch.arange(1, 1 + tokens.size(1)) % 16 if position_ids is None else position_ids
+        )
+
+
+class Attending(Masked):
+    """To tokens of another length, with a condition that is as wide as a slice is long."""
+
+    def forward(self, tokens, source=None, condition=None):
+        x, y = self.embed(tokens), self.embed(tokens if source is None else source)
+        if condition is not None:
+            x = x + (condition @ torch.ones(8, WIDTH)).unsqueeze(1)
+        x, y = (one.unflatten(-1, (HEADS, -1)).transpose(1, 2) for one in (x, y))
+        return F.scaled_dot_product_attention(x, y, y)
+
+
+class Pooled(Masked):
+    def forward(self, tokens):
+        return self.embed(tokens).mean(1)
+
+
+class OfFixedLength(Masked):
+    def forward(self, tokens):
+        return self.embed(tokens) + torch.zeros(POSITIONS, WIDTH)
+
+
 class LossAlone(Decoder):
     def forward(self, tokens, labels, position_ids=None):
         logits = super().forward(tokens, position_ids)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def refused(kind, *, number=2, length=POSITIONS, named=()):
+def refused(kind, *, number=2, length=POSITIONS, named=(), source=0, condition=0):
     accelerator = Accelerator(config=settings())
     model = accelerator.prepare(kind())
     tokens = torch.zeros(number, length, dtype=torch.long).random_(VOCABULARY)
-    given = dict.fromkeys(named, tokens)
-    try:
-        with accelerator.context_parallel(tokens, given) as (tokens, given):
-            model(tokens, **given)
-    except UsageError as error:
-        return str(error)
-    return "nothing"
+    given, whole = dict.fromkeys(named, tokens), {}
+    if source:
+        given["source"] = torch.zeros(number, source, dtype=torch.long).random_(VOCABULARY)
+    if condition:
+        whole["condition"] = torch.randn(number, condition)
+    answers = set()
+    for _ in range(2):  # also by a script that goes on
+        try:
+            with accelerator.context_parallel(tokens, given) as (own, own_given):
+                model(own, **own_given, **whole)
+            answers.add("nothing")
+        except UsageError as error:
+            answers.add(str(error))
+    return " | ".join(answers)
 
 
 @pytest.mark.parametrize(
@@ -494,11 +585,20 @@ def refused(kind, *, number=2, length=POSITIONS, named=()):
         (Decoder, {"length": 15}, "a sequence does not divide into 2 slices (got 15 positions, in dim 1 of [2, 15])"),
         (Decoder, {"named": ["position_ids"]}, "position_ids begin again within a row"),
         (Decoder, {}, "nothing"),
+        (CountsFromOne, {}, "CountsFromOne gives other values for slices of a sequence than for the whole one"),
+        (Attending, {"length": 160, "source": 140}, "Attending gives other values for slices of a sequence than for"),
+        (Attending, {"condition": 8}, "nothing"),
+        (Pooled, {}, "Pooled returns values of a whole sequence, such as its class or its mean"),
+        (
+            OfFixedLength,
+            {},
+            "OfFixedLength fails with slices of a sequence (got RuntimeError: The size of tensor a (8)",
+        ),
     ],
 )
 def test_what_cannot_be_split_is_refused_on_all_ranks(ranks, kind, more, expected):
     for answer in ranks.run(2, called, kind, more):
-        assert expected in answer
+        assert expected in answer and ("nothing" in answer) is (expected == "nothing")
 
 
 def called(kind, more):

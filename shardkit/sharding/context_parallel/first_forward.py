@@ -21,8 +21,8 @@ from shardkit.signatures import signature
 
 log = get_logger(__name__)
 
-POSITIONS = 64
-"""Of each rank's slice, that are compared."""
+POSITIONS = 61
+"""Of each rank's slice, that are compared: a prime, which other lengths in a model are not."""
 ALLOWED = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Of the largest value, by dtype; other dtypes round more."""
 ALLOWED_IN_16_BITS = 5e-2
@@ -39,30 +39,57 @@ class FirstForward:
         all ranks where the results differ. Collective; has an effect once."""
         if self._is_done:
             return
-        self._is_done = True
+        self._is_done = True  # the forwards below come here, too
+        try:
+            self._compare(region, model, arguments, named)
+        except BaseException:
+            self._is_done = False  # for a script that goes on
+            raise
+
+    def _compare(self, region: Region, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         names = _by_name(model, arguments, named)
         _refuse_packed(region, names.get("position_ids"))
-        short = {id(one.own): _short(region, one) for one in region.slices}
         lengths = {one.own.size(one.dim): one.dim for one in region.slices}
+        # Lengths that differ also do after this: attention takes keys that are as long as the queries for slices.
+        compared = {own: min(own, POSITIONS - number) for number, own in enumerate(sorted(lengths, reverse=True))}
+        short = {id(one.own): _short(region, one, compared) for one in region.slices}
 
         def shortened(leaf: Any) -> Slice | None:
             if not isinstance(leaf, torch.Tensor):
                 return None
             if id(leaf) not in short and (dim := _sequence_dim(leaf, lengths)) is not None:
-                short[id(leaf)] = _short(region, Slice(leaf, leaf, dim))
+                found = _short(region, Slice(leaf, leaf, dim), compared)
+                if _is_of_slices(leaf, found, region.group.size):
+                    short[id(leaf)] = found
             return short.get(id(leaf))
 
         given = (arguments, named)
-        own = map_leaves(lambda leaf: leaf if (one := shortened(leaf)) is None else one.own, given)
-        whole = map_leaves(lambda leaf: leaf if (one := shortened(leaf)) is None else one.whole, given)
+        given_own = map_leaves(lambda leaf: leaf if (one := shortened(leaf)) is None else one.own, given)
+        given_whole = map_leaves(lambda leaf: leaf if (one := shortened(leaf)) is None else one.whole, given)
         with _evaluating(model), _slices(region, list(short.values())):
-            of_slices = model(*own[0], **own[1])
+            of_slices = _of_slices(model, *given_own)
             with region.whole_sequences(enabled=False):
-                of_whole = model(*whole[0], **whole[1])
+                of_whole = model(*given_whole[0], **given_whole[1])
         lengths_compared = {one.own.size(one.dim) for one in short.values()}
         padding = short.get(id(names.get("attention_mask")))
-        errors = [_error(region, *pair, lengths_compared, padding) for pair in _pairs(of_slices, of_whole)]
-        _judge(type(model).__name__, region, max((one for one in errors if one is not None), default=None))
+        pairs = list(_pairs(of_slices, of_whole))
+        errors = [_error(region, *pair, lengths_compared, padding) for pair in pairs]
+        pooled = [error for error, (own, whole) in zip(errors, pairs, strict=True) if own.shape == whole.shape]
+        _judge(type(model).__name__, region, _largest(errors), _largest(pooled))
+
+
+def _of_slices(model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """The forward of slices. Raises UsageError where it fails by what it is given."""
+    try:
+        return model(*arguments, **named)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise UsageError(
+            f"context_parallel: {type(model).__name__} fails with slices of a sequence (got {type(error).__name__}: "
+            f"{error}); give context_parallel each tensor that has a dim of positions, and no other one, and let the "
+            "model make masks and the like for the positions that it is given."
+        ) from error
 
 
 def _by_name(model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -83,9 +110,10 @@ def _refuse_packed(region: Region, positions: Any) -> None:
         )
 
 
-def _short(region: Region, found: Slice) -> Slice:
-    """The first positions of this rank's slice, and those of all ranks of the group."""
-    own = found.own.detach().narrow(found.dim, 0, min(POSITIONS, found.own.size(found.dim))).contiguous()
+def _short(region: Region, found: Slice, compared: dict[int, int]) -> Slice:
+    """The first positions of this rank's slice, as many as are compared of one so long, and those of all ranks of the
+    group."""
+    own = found.own.detach().narrow(found.dim, 0, compared[found.own.size(found.dim)]).contiguous()
     return Slice(own, region.group.gathered(own, found.dim), found.dim)
 
 
@@ -94,6 +122,13 @@ def _sequence_dim(tensor: torch.Tensor, lengths: dict[int, int]) -> int | None:
     if tensor.dim() == 1:
         return 0 if tensor.size(0) in lengths else None
     return next((dim for dim in lengths.values() if dim < tensor.dim() and tensor.size(dim) in lengths), None)
+
+
+def _is_of_slices(tensor: torch.Tensor, found: Slice, size: int) -> bool:
+    """Whether a tensor as long as a slice is made of one: what is whole on each rank, such as a condition whose width
+    is a slice's length, is the same on all of them."""
+    parts = found.whole.chunk(size, found.dim)
+    return not tensor.is_floating_point() or any(not torch.equal(one, parts[0]) for one in parts[1:])
 
 
 def _pairs(of_slices: Any, of_whole: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -125,26 +160,39 @@ def _error(
     return float((own.double() - whole.double()).abs().max() / largest / allowed)
 
 
-def _judge(name: str, region: Region, error: float | None) -> None:
-    """Raises UsageError on all ranks where one has found too large an error."""
+def _largest(errors: list[float | None]) -> float | None:
+    """The largest of those that are known, not a number where one is not."""
+    known = [one for one in errors if one is not None]
+    return next((one for one in known if one != one), max(known, default=None))
 
-    def judge(errors: list[float | None]) -> float | None:
-        known = [one for one in errors if one is not None]
-        return None if not known else next((one for one in known if not one <= 1), 0.0)
 
-    found = region.everyone.decide(error, judge)
+def _judge(name: str, region: Region, error: float | None, pooled: float | None) -> None:
+    """Raises UsageError on all ranks where one has found too large an error, of any value or of one of the whole
+    sequence."""
+
+    def judge(answers: list[list[float | None]]) -> list[float | None]:
+        return [_largest([answer[place] for answer in answers]) for place in (0, 1)]
+
+    found, of_pooled = region.everyone.decide([error, pooled], judge)
     if found is None and region.everyone.rank == 0:
         log.warning(
             "context_parallel: %s returns no values along the sequence, so it is not known whether slices give what "
             "whole sequences give; compare the losses of some steps with those of shardkit.mesh.context_size: 1.",
             name,
         )
-    elif found:
+    elif of_pooled is not None and not of_pooled <= 1:
+        raise UsageError(
+            f"context_parallel: {name} returns values of a whole sequence, such as its class or its mean (got "
+            f"{of_pooled:.3g} times the allowed difference), which each rank would take from its slice; only what has "
+            "a dim of positions can be computed in slices: train this model with shardkit.mesh.context_size: 1."
+        )
+    elif found is not None and not found <= 1:
         raise UsageError(
             f"context_parallel: {name} gives other values for slices of a sequence than for the whole one (got "
-            f"{found:.3g} times the allowed difference); it must mix positions only by calling "
-            "torch.nn.functional.scaled_dot_product_attention under this name (attn_implementation='sdpa' in "
-            "Transformers), and be given the positions of its slice: split them beside the tokens."
+            f"{found:.3g} times the allowed difference); it must mix positions only in torch.nn.functional's "
+            "scaled_dot_product_attention (attn_implementation='sdpa' in Transformers; need_weights=False of "
+            "nn.MultiheadAttention), be given the positions of its slice, split beside the tokens, and what it "
+            "attends to but in self-attention (an encoder's input, a condition) whole."
         )
 
 

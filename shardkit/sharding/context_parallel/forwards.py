@@ -30,13 +30,14 @@ def watch(model: nn.Module, region: Region) -> None:
     if region.group.size == 1:
         return
     inner = unwrapped(model)
-    inner.register_forward_pre_hook(partial(_begin, region, FirstForward()), prepend=True, with_kwargs=True)
     target = next((one for one in inner.modules() if _is_of_transformers(one)), inner)
     if _is_of_transformers(target):
         transformers_masks.install()
     else:
         _warn_of_own_loss(target, region)
     target.register_forward_pre_hook(partial(_complete, region), prepend=True, with_kwargs=True)
+    # After it, to run before it: whole sequences are compared with the arguments that the script gives.
+    inner.register_forward_pre_hook(partial(_begin, region, FirstForward()), prepend=True, with_kwargs=True)
 
 
 def _warn_of_own_loss(model: nn.Module, region: Region) -> None:

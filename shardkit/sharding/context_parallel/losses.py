@@ -1,5 +1,5 @@
-"""Means of the cross entropy in a region: over the tokens of the whole sequence, of which slices have unequal numbers
-where some are ignored (a prompt, padding)."""
+"""Means of the cross entropy (also of `nll_loss`) in a region: over the tokens of the whole sequence, of which slices
+have unequal numbers where some are ignored (a prompt, padding)."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ from shardkit.sharding.context_parallel.groups import ContextGroup
 IGNORED = -100
 """torch's default."""
 
-torchs = F.cross_entropy
+torchs, torchs_nll = F.cross_entropy, F.nll_loss
 torchs_operator: Any = torch._C._nn.cross_entropy_loss
 torchs_linear = getattr(F, "linear_cross_entropy", None)
 """With the last layer's product in it; there from torch 2.13 on."""
 
-_MEAN, _SUM = 1, 2
+_NONE, _MEAN = 0, 1
 """torch's numbers of the reductions."""
 
 
@@ -37,7 +37,24 @@ def cross_entropy(
     is_mean = reduction == "mean" and size_average is None and reduce is None
     if not is_mean or target.is_floating_point():  # probabilities: none is ignored, and slices are equally long
         return torchs(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-    own = torchs(input, target, weight, None, ignore_index, None, "sum", label_smoothing)
+    own = torchs(input, target, weight, None, ignore_index, None, "none", label_smoothing)
+    return _mean(group, own, target, weight, ignore_index)
+
+
+def nll_loss(
+    group: ContextGroup,
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = IGNORED,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """torch's `nll_loss`, as `cross_entropy`."""
+    if reduction != "mean" or size_average is not None or reduce is not None:
+        return torchs_nll(input, target, weight, size_average, ignore_index, reduce, reduction)
+    own = torchs_nll(input, target, weight, None, ignore_index, None, "none")
     return _mean(group, own, target, weight, ignore_index)
 
 
@@ -53,7 +70,7 @@ def cross_entropy_loss(
     """The operator that `cross_entropy` calls, for scripts that have imported the function by its name."""
     if reduction != _MEAN or target.is_floating_point():
         return torchs_operator(input, target, weight, reduction, ignore_index, label_smoothing)
-    own = torchs_operator(input, target, weight, _SUM, ignore_index, label_smoothing)
+    own = torchs_operator(input, target, weight, _NONE, ignore_index, label_smoothing)
     return _mean(group, own, target, weight, ignore_index)
 
 
@@ -79,11 +96,12 @@ def linear_cross_entropy(
 def _mean(
     group: ContextGroup, own: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignored: int
 ) -> torch.Tensor:
-    """The mean over the whole sequence of this rank's sum. Its gradient is that of this rank's part in it, times the
-    ranks of the group, over which gradients are averaged."""
+    """The mean over the whole sequence, from this rank's values or their sum. Its gradient is that of this rank's part
+    in it, times the ranks of the group, over which gradients are averaged."""
+    dtype, own = own.dtype, own.sum(dtype=torch.promote_types(own.dtype, torch.float32))  # 16 bits would overflow
     is_counted = target != ignored
     counted = is_counted.sum() if weight is None else weight[target.where(is_counted, 0)].where(is_counted, 0).sum()
-    sums = torch.stack([own.detach().float(), counted.float()])
+    sums = torch.stack([own.detach(), counted.to(own.dtype)])
     total, count = functional.wait_tensor(functional.all_reduce(sums, "sum", group.process_group)).unbind()
-    part = own * (group.size / count).to(own.dtype)
-    return part + ((total / count).to(own.dtype) - part.detach())
+    part = own * (group.size / count)
+    return (part + (total / count - part.detach())).to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -55,14 +56,19 @@ class Region:
     @contextmanager
     def split(self, data: Sequence[Any], dim: int) -> Iterator[list[Any]]:
         """Inside, attention and the cross entropy are those of whole sequences. Yields the data with this rank's slices
-        of its tensors along `dim`; those with fewer dims, and what is no tensor, as they are. Collective."""
+        of its tensors along `dim`; those with fewer dims whole, as the group's first rank has them; and what is no
+        tensor as it is. Collective."""
         if self.group.size == 1:
             yield list(data)
             return
-        tensors = [leaf for leaf in leaves(list(data)) if isinstance(leaf, torch.Tensor) and leaf.dim() > dim]
-        with self._entered(tensors, [dim % one.dim() for one in tensors]):
-            own = {id(tensor): one.own for tensor, one in zip(tensors, self.slices, strict=True)}
-            yield map_leaves(lambda leaf: own.get(id(leaf), leaf), list(data))
+        tensors = [leaf for leaf in leaves(list(data)) if isinstance(leaf, torch.Tensor)]
+        split = [one for one in tensors if -one.dim() <= dim < one.dim()]
+        own = {id(one) for one in split}
+        kept = [one for one in tensors if id(one) not in own]
+        with self._entered(split, [dim % one.dim() for one in split], kept):
+            given = {id(tensor): one.own for tensor, one in zip(split, self.slices, strict=True)}
+            given |= {id(tensor): self._same(tensor) for tensor in kept}
+            yield map_leaves(lambda leaf: given.get(id(leaf), leaf), list(data))
 
     @contextmanager
     def split_in_place(
@@ -89,8 +95,10 @@ class Region:
                         buffer.data = whole
 
     @contextmanager
-    def _entered(self, tensors: Sequence[torch.Tensor], dims: Sequence[int]) -> Iterator[None]:
-        """Inside, these tensors' slices are those of the region."""
+    def _entered(
+        self, tensors: Sequence[torch.Tensor], dims: Sequence[int], kept: Sequence[torch.Tensor] = ()
+    ) -> Iterator[None]:
+        """Inside, these tensors' slices are those of the region, beside others that are kept whole."""
         if self._is_inside:
             raise UsageError("context_parallel: the script is inside of one already; leave it before the next.")
         if not tensors:
@@ -98,7 +106,7 @@ class Region:
                 "context_parallel: no tensor to split (got none with such a dim); give it the tokens, and the labels "
                 "and positions that the script has of whole sequences."
             )
-        self._compare_shapes(tensors)
+        self._compare_shapes([*tensors, *kept])
         for tensor, dim in zip(tensors, dims, strict=True):
             self._refuse_uneven(tensor, dim)
         self.slices = [self._slice(tensor, dim) for tensor, dim in zip(tensors, dims, strict=True)]
@@ -111,8 +119,8 @@ class Region:
 
     @property
     def is_active(self) -> bool:
-        """Whether attention and losses are those of whole sequences."""
-        return _current.group is not None
+        """Whether attention and losses are those of whole sequences, in a region of this run."""
+        return _current.group is self.group
 
     def whole_sequences(self, *, enabled: bool = True) -> AbstractContextManager[None]:
         """Inside, attention and losses are (or are not) those of whole sequences."""
@@ -135,11 +143,14 @@ class Region:
             )
 
     def _slice(self, tensor: torch.Tensor, dim: int) -> Slice:
-        whole = tensor if tensor.requires_grad else self._of_first(tensor)
+        whole = self._same(tensor)
         return Slice(self.group.part(whole, dim), whole, dim)
 
-    def _of_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor of the group's first rank: what a script draws at random differs between ranks."""
+    def _same(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of the group's first rank: what a script draws at random differs between ranks. One with gradients
+        is this rank's own."""
+        if tensor.requires_grad:
+            return tensor
         is_moved = tensor.device.type == "cpu" and not control.takes_host_memory()
         sent = flat_bytes(tensor.to(self._device) if is_moved else tensor).clone()
         dist.broadcast(sent, self.group.first, group=self.group.process_group)
@@ -198,13 +209,35 @@ def _install() -> None:
     it has found: one that asks is compiled for each answer."""
     from shardkit.sharding.context_parallel import attention, losses  # not before: what they import is slow to
 
-    F.scaled_dot_product_attention = _asking(attention.torchs, attention.attention)
-    F.cross_entropy = _asking(losses.torchs, losses.cross_entropy)
+    _replace(attention.torchs, _noting(_asking(attention.torchs, attention.attention)))
+    _replace(losses.torchs, _asking(losses.torchs, losses.cross_entropy))
     torch._C._nn.cross_entropy_loss = _asking(losses.torchs_operator, losses.cross_entropy_loss)
+    _replace(losses.torchs_nll, _asking(losses.torchs_nll, losses.nll_loss))
     if losses.torchs_linear is not None:
-        F.linear_cross_entropy = _asking(losses.torchs_linear, losses.linear_cross_entropy)
+        _replace(losses.torchs_linear, _asking(losses.torchs_linear, losses.linear_cross_entropy))
     torch.backends.mha.set_fastpath_enabled(False)  # of encoders in evaluation, which does without the first function
     wrap_backward(_run_backward)
+
+
+def _replace(torchs: Callable[..., Any], ours: Callable[..., Any]) -> None:
+    """Has torch.nn.functional, and the modules that have imported the function from there, call another one."""
+    setattr(F, torchs.__name__, ours)
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in ("torch", "shardkit"):
+            for own in [key for key, value in vars(module).items() if value is torchs]:
+                setattr(module, own, ours)
+
+
+def _noting(attention: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention that notes a forward also of a model that was not prepared."""
+
+    @wraps(attention)
+    def run(query: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and query.requires_grad:
+            _current.of_last_forward = _current.group
+        return attention(query, *arguments, **named)
+
+    return run
 
 
 def _asking(torchs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
