@@ -166,6 +166,41 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks_for_each_sequence(ran
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def read_unseeded():
+    accelerator = Accelerator(config=settings())
+    torch.manual_seed(accelerator.process_index)
+    loader = accelerator.prepare(DataLoader(samples(), 2, shuffle=True))
+    return [tokens.tolist() for tokens, _ in loader]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_ranks_of_a_group_read_the_same_samples_without_a_seed(ranks, world):
+    found = ranks.run(world, read_unseeded)
+    assert found[::2] == found[1::2] and (world == 2 or found[0] != found[2])
+
+
+def split_by_rank(each):
+    accelerator = Accelerator(config=settings())
+    stream = pytest.importorskip("datasets").Dataset.from_dict({"x": list(range(16))}).to_iterable_dataset(4)
+    from datasets.distributed import split_dataset_by_node
+
+    part = split_dataset_by_node(stream, accelerator.process_index // each, accelerator.num_processes // each)
+    try:
+        return [batch["x"].tolist() for batch in accelerator.prepare(DataLoader(part, 4))]
+    except UsageError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_stream_is_split_by_group(ranks, world):
+    pytest.importorskip("datasets")
+    assert all("accelerator.process_index // 2, accelerator.num" in text for text in ranks.run(world, split_by_rank, 1))
+    found = ranks.run(world, split_by_rank, 2)
+    values = [value for own in found[::2] for batch in own for value in batch]
+    assert found[::2] == found[1::2] and sorted(values) == list(range(16))
+
+
 # ---- attention and losses ----
 
 

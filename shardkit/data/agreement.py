@@ -5,7 +5,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from shardkit.data import hugging_face
@@ -50,8 +49,9 @@ def agreed_seed(source: Source, seed: int, rank: int, world_size: int) -> int:
     """Rank 0's seed. Collective. Raises UsageError on all ranks where their data differ: a rank would wait for batches
     that never come, or read another rank's samples."""
     own = {"seed": seed, "rank": rank, **_facts(source)}
-    if world_size > 1 and dist.is_initialized():
-        problem, seed, doubt = control.start().decide(
+    everyone = control.start()
+    if everyone.world_size > 1:  # also where all share each sequence, and so read as one
+        problem, seed, doubt = everyone.decide(
             own, lambda answers: (_problem(answers, world_size), answers[0]["seed"], _doubt(answers))
         )
         if doubt and rank == 0:
@@ -143,7 +143,7 @@ def _wrong_split(answers: list[dict[str, Any]], world_size: int) -> str:
     parts = [f"part {own['split'][0]} of {own['split'][1]} on rank {own['rank']}" for own in answers if own["split"]]
     return (
         f"the stream is split, but not over the {world_size} ranks (got {', '.join(parts[:4])}); split it with "
-        "split_dataset_by_node(dataset, accelerator.process_index, accelerator.num_processes), or leave it whole."
+        f"{hugging_face.how_to_split(world_size, len(answers))}, or leave it whole."
     )
 
 

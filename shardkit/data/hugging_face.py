@@ -17,6 +17,12 @@ def split_of(dataset: Any) -> tuple[int, int] | None:
     return None if split is None else (split.rank, split.world_size)
 
 
+def how_to_split(parts: int, ranks: int) -> str:
+    """The call that gives each rank its part, or each group of ranks that share sequences."""
+    each = "" if parts == ranks else f" // {ranks // parts}"
+    return f"split_dataset_by_node(dataset, accelerator.process_index{each}, accelerator.num_processes{each})"
+
+
 def first_row(dataset: Any) -> list[dict[str, Any]]:
     """The first row of a `datasets.Dataset`, as stored: nothing is decoded or transformed. Empty for other datasets."""
     if not (hasattr(type(dataset), "with_format") and hasattr(dataset, "_fingerprint")) or is_stream(dataset):

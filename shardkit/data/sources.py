@@ -27,6 +27,7 @@ from shardkit.data.sampler import Drawn
 from shardkit.data.shares import BatchLayout, Share, number_of_batches, with_last
 from shardkit.data.stream import CountingCollate, Start, Stream, compared, end_together, split_of
 from shardkit.data.workers import Indices, StartWorker, batches_of, of_one_loop
+from shardkit.distributed import control
 from shardkit.distributed.seed import stream_seed
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
@@ -288,10 +289,11 @@ def _say_how_it_is_read(dataset: Any, split: tuple[int, int] | None, world_size:
         log.info("data: the dataset is already split by rank; it is not sharded again.")
     elif world_size > 1 and hugging_face.is_stream(dataset):
         log.info(
-            "data: every rank reads and decodes the whole stream and keeps its part. With split_dataset_by_node("
-            "dataset, accelerator.process_index, accelerator.num_processes) of datasets.distributed it reads only its "
-            "part (%d shards; best a multiple of the number of ranks), but can then resume on %d ranks only.",
+            "data: every rank reads and decodes the whole stream and keeps its part. With %s of datasets.distributed "
+            "it reads only its part (%d shards; best a multiple of %d), but can then resume with %d such parts only.",
+            hugging_face.how_to_split(world_size, control.start().world_size),
             dataset.num_shards,
+            world_size,
             world_size,
         )
 
