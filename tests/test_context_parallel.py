@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -234,7 +234,7 @@ def attend(size, name):
     if mask is not None and mask.size(-2) == 1:
         mask = here.group.part(mask, -1)
     with here.split(wholes, 2) as slices:
-        found = F.scaled_dot_product_attention(*slices, attn_mask=mask, **named)
+        found = scaled_dot_product_attention(*slices, attn_mask=mask, **named)  # imported, as some scripts do
     found.pow(2).sum().backward()  # of the slice; gradients of the whole ones are the sum over ranks
     return found.tolist(), [one.grad.tolist() for one in wholes]
 
