@@ -14,7 +14,7 @@ class LocalSGD:
     and at the end, the weights are averaged over all ranks. Does nothing if not `enabled`, or with one rank.
     Collective: every rank enters it, and calls `step` equally often.
 
-    Raises UsageError if it is enabled and the model is sharded.
+    Raises UsageError if it is enabled and the model is sharded, or ranks share sequences.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
@@ -22,6 +22,11 @@ class LocalSGD:
             raise UsageError(
                 f"LocalSGD: every rank needs all weights (got {accelerator.distributed_type.value}); use "
                 "distributed_type MULTI_GPU or MULTI_CPU."
+            )
+        if enabled and accelerator.config.shardkit.mesh.context_size > 1:
+            raise UsageError(
+                "LocalSGD: ranks that share each sequence need one another's gradients (got shardkit.mesh.context_size "
+                f"{accelerator.config.shardkit.mesh.context_size}); set 1."
             )
         self.enabled = enabled and accelerator.use_distributed
         self.num_steps = 0

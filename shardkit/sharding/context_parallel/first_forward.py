@@ -27,6 +27,9 @@ ALLOWED = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Of the largest value, by dtype; other dtypes round more."""
 ALLOWED_IN_16_BITS = 5e-2
 
+IGNORED = -100
+"""The label of positions that are not learned from, in Transformers and in torch's cross entropy."""
+
 
 class FirstForward:
     """The check of one model."""
@@ -53,6 +56,11 @@ class FirstForward:
         # Lengths that differ also do after this: attention takes keys that are as long as the queries for slices.
         compared = {own: min(own, POSITIONS - number) for number, own in enumerate(sorted(lengths, reverse=True))}
         short = {id(one.own): _short(region, one, compared) for one in region.slices}
+        labels = short.get(id(names.get("labels")))
+        if labels is not None and not labels.own.is_floating_point():
+            apart = names["labels"].view_as(names["labels"])  # from the tokens, which often are the labels, too
+            short[id(apart)] = _labels_at_borders(region, labels)
+            arguments, named = _with_labels(model, arguments, named, apart)
 
         def shortened(leaf: Any) -> Slice | None:
             if not isinstance(leaf, torch.Tensor):
@@ -75,7 +83,27 @@ class FirstForward:
         pairs = list(_pairs(of_slices, of_whole))
         errors = [_error(region, *pair, lengths_compared, padding) for pair in pairs]
         pooled = [error for error, (own, whole) in zip(errors, pairs, strict=True) if own.shape == whole.shape]
-        _judge(type(model).__name__, region, _largest(errors), _largest(pooled))
+        is_lost = labels is not None and region.group.rank > 0 and _is_lost(of_slices, of_whole)
+        _judge(type(model).__name__, region, _largest(errors), _largest(pooled), is_lost)
+
+
+def _labels_at_borders(region: Region, labels: Slice) -> Slice:
+    """The labels, but the first of each slice after the first ignored: those that are lost where a model shifts them
+    within its slice."""
+    own = torch.full_like(labels.own, IGNORED)
+    if region.group.rank > 0:
+        own.narrow(labels.dim, 0, 1).copy_(labels.own.narrow(labels.dim, 0, 1).clamp_min(0))
+    return Slice(own, region.group.gathered(own, labels.dim), labels.dim)
+
+
+def _is_lost(of_slices: Any, of_whole: Any) -> bool:
+    """Whether a loss of the labels at borders is one of no labels in slices."""
+    for own, whole in zip(leaves(of_slices), leaves(of_whole), strict=False):
+        if isinstance(own, torch.Tensor) and isinstance(whole, torch.Tensor) and own.dim() == whole.dim() == 0:
+            is_loss = bool(whole.isfinite()) and bool(whole != 0)
+            if is_loss and (bool(own.isnan()) or bool(own == 0)):
+                return True
+    return False
 
 
 def _of_slices(model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -95,6 +123,17 @@ def _of_slices(model: nn.Module, arguments: tuple[Any, ...], named: dict[str, An
 def _by_name(model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a forward, by name also where they are given by place."""
     return {**signature(type(model).forward).bind_partial(model, *arguments, **named).arguments, **named}
+
+
+def _with_labels(
+    model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], labels: torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a forward with other labels."""
+    if "labels" in named:
+        return arguments, {**named, "labels": labels}
+    given = signature(type(model).forward).bind_partial(model, *arguments, **named)
+    given.arguments["labels"] = labels
+    return given.args[1:], given.kwargs
 
 
 def _refuse_packed(region: Region, positions: Any) -> None:
@@ -166,14 +205,20 @@ def _largest(errors: list[float | None]) -> float | None:
     return next((one for one in known if one != one), max(known, default=None))
 
 
-def _judge(name: str, region: Region, error: float | None, pooled: float | None) -> None:
+def _judge(name: str, region: Region, error: float | None, pooled: float | None, is_lost: bool) -> None:
     """Raises UsageError on all ranks where one has found too large an error, of any value or of one of the whole
-    sequence."""
+    sequence, or a loss without the labels at borders."""
 
     def judge(answers: list[list[float | None]]) -> list[float | None]:
-        return [_largest([answer[place] for answer in answers]) for place in (0, 1)]
+        return [_largest([answer[place] for answer in answers]) for place in (0, 1, 2)]
 
-    found, of_pooled = region.everyone.decide([error, pooled], judge)
+    found, of_pooled, lost = region.everyone.decide([error, pooled, float(is_lost)], judge)
+    if lost:
+        raise UsageError(
+            f"context_parallel: {name} shifts the labels within each slice, which then lacks the label that follows it "
+            "(got no loss from the first labels of slices); shift them before, over the whole sequence, and compute "
+            "the loss outside of the model."
+        )
     if found is None and region.everyone.rank == 0:
         log.warning(
             "context_parallel: %s returns no values along the sequence, so it is not known whether slices give what "

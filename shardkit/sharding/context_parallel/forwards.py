@@ -13,16 +13,10 @@ from torch.nn import functional as F
 
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
-from shardkit.log import get_logger
 from shardkit.sharding.context_parallel import transformers_masks
-from shardkit.sharding.context_parallel.first_forward import FirstForward
+from shardkit.sharding.context_parallel.first_forward import IGNORED, FirstForward
 from shardkit.sharding.context_parallel.region import Region, Slice
 from shardkit.signatures import signature
-
-log = get_logger(__name__)
-
-IGNORED = -100
-"""The label of positions that are not learned from, in Transformers and in torch's cross entropy."""
 
 
 def watch(model: nn.Module, region: Region) -> None:
@@ -33,20 +27,9 @@ def watch(model: nn.Module, region: Region) -> None:
     target = next((one for one in inner.modules() if _is_of_transformers(one)), inner)
     if _is_of_transformers(target):
         transformers_masks.install()
-    else:
-        _warn_of_own_loss(target, region)
     target.register_forward_pre_hook(partial(_complete, region), prepend=True, with_kwargs=True)
     # After it, to run before it: whole sequences are compared with the arguments that the script gives.
     inner.register_forward_pre_hook(partial(_begin, region, FirstForward()), prepend=True, with_kwargs=True)
-
-
-def _warn_of_own_loss(model: nn.Module, region: Region) -> None:
-    if "labels" in signature(type(model).forward).parameters and region.everyone.rank == 0:
-        log.warning(
-            "context_parallel: %s takes labels; where it shifts them by one, each slice lacks the label that follows "
-            "it: shift them before, over the whole sequence, and compute the loss outside of the model.",
-            type(model).__name__,
-        )
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
