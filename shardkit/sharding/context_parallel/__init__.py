@@ -2,6 +2,6 @@
 
 the ranks           groups
 a loop's region     region: sequences are split, and whole again at its end
-inside of it        attention, losses: functions of torch that need the whole sequence; transformers_masks
+inside of it        torch_functions: those that ask for it; attention, losses: what they do; transformers_masks
 models' forwards    forwards: what they are given beside; first_forward: that slices give what whole sequences give
 """

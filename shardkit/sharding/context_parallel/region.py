@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
 from shardkit.distributed import control
 from shardkit.distributed.nested import leaves, map_leaves
 from shardkit.distributed.tensors import flat_bytes
 from shardkit.errors import UsageError
+from shardkit.sharding.context_parallel import torch_functions
 from shardkit.sharding.context_parallel.groups import ContextGroup
-from shardkit.sharding.hooks import wrap_backward
 
 # Regions in which the ranks of a group compare the shapes that they split.
 COMPARED = 3
@@ -43,9 +40,9 @@ class Region:
         self.everyone, self._device = everyone, device
         self._left_to_compare = COMPARED
         self._is_inside = False
-        _current.of_last_forward = None  # of another run of this process
+        torch_functions.note_forward(None)  # the last one was of another run of this process
         if group.size > 1:
-            _install()
+            torch_functions.install()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         return self
@@ -120,15 +117,15 @@ class Region:
     @property
     def is_active(self) -> bool:
         """Whether attention and losses are those of whole sequences, in a region of this run."""
-        return _current.group is self.group
+        return torch_functions.current_group() is self.group
 
     def whole_sequences(self, *, enabled: bool = True) -> AbstractContextManager[None]:
         """Inside, attention and losses are (or are not) those of whole sequences."""
-        return _shared_by(self.group if enabled else None)
+        return torch_functions.shared_by(self.group if enabled else None)
 
     def note_forward(self) -> None:
         """Notes a forward with gradients of a prepared model: a backward recomputes it as it was."""
-        _current.of_last_forward = _current.group
+        torch_functions.note_forward(torch_functions.current_group())
 
     def slice_of(self, tensor: Any) -> Slice | None:
         """What a tensor of the region is a slice of; None for another."""
@@ -177,80 +174,3 @@ class Region:
 
         if problem := self.everyone.decide(shapes, judge):
             raise UsageError(problem)
-
-
-class _Current:
-    """The groups that share sequences: of what runs now, in any thread, and of the last forward with gradients."""
-
-    group: ContextGroup | None = None
-    of_last_forward: ContextGroup | None = None
-
-
-_current = _Current()
-
-
-def current_group() -> ContextGroup | None:
-    """The group that shares the sequences of what runs now; None outside of a region."""
-    return _current.group
-
-
-@contextmanager
-def _shared_by(group: ContextGroup | None) -> Iterator[None]:
-    found, _current.group = _current.group, group
-    try:
-        yield
-    finally:
-        _current.group = found
-
-
-@cache
-def _install() -> None:
-    """Has torch's functions ask whether they are in a region. They stay, since compiled code keeps the functions that
-    it has found: one that asks is compiled for each answer."""
-    from shardkit.sharding.context_parallel import attention, losses  # not before: what they import is slow to
-
-    _replace(attention.torchs, _noting(_asking(attention.torchs, attention.attention)))
-    _replace(losses.torchs, _asking(losses.torchs, losses.cross_entropy))
-    torch._C._nn.cross_entropy_loss = _asking(losses.torchs_operator, losses.cross_entropy_loss)
-    _replace(losses.torchs_nll, _asking(losses.torchs_nll, losses.nll_loss))
-    if losses.torchs_linear is not None:
-        _replace(losses.torchs_linear, _asking(losses.torchs_linear, losses.linear_cross_entropy))
-    torch.backends.mha.set_fastpath_enabled(False)  # of encoders in evaluation, which does without the first function
-    wrap_backward(_run_backward)
-
-
-def _replace(torchs: Callable[..., Any], ours: Callable[..., Any]) -> None:
-    """Has torch.nn.functional, and the modules that have imported the function from there, call another one."""
-    setattr(F, torchs.__name__, ours)
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] not in ("torch", "shardkit"):
-            for own in [key for key, value in vars(module).items() if value is torchs]:
-                setattr(module, own, ours)
-
-
-def _noting(attention: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention that notes a forward also of a model that was not prepared."""
-
-    @wraps(attention)
-    def run(query: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and query.requires_grad:
-            _current.of_last_forward = _current.group
-        return attention(query, *arguments, **named)
-
-    return run
-
-
-def _asking(torchs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(torchs)
-    def run(*arguments: Any, **named: Any) -> Any:
-        if _current.group is None:
-            return torchs(*arguments, **named)
-        return ours(_current.group, *arguments, **named)
-
-    return run
-
-
-def _run_backward(run: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-    """A backward recomputes what was checkpointed, also after the region."""
-    with _shared_by(_current.of_last_forward):
-        return run(*arguments, **more)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardkit.sharding.context_parallel.region import current_group
+from shardkit.sharding.context_parallel.torch_functions import current_group
 
 KIND = "sdpa"
 
