@@ -71,7 +71,7 @@ def simulated(asked: PlanRequest, is_exact: bool = False) -> tuple[RankMemory, d
         [],
         asked.world_size,
         asked.ranks_per_machine,
-        asked.optimizer,
+        asked.own_optimizer or asked.optimizer,
         None,
         asked.batch_size or 1,
         asked.seq_len,
@@ -154,8 +154,8 @@ def test_several_optimizers_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     asked = request(TINY, world_size=2)
     found, with_sgd, with_adamw = (
-        simulated(replace(asked, optimizer=name))[0].peak.optimizer_state
-        for name in ("two_optimizers:both", "momentum", "adamw")
+        simulated(replace(asked, **one))[0].peak.optimizer_state
+        for one in ({"own_optimizer": "two_optimizers:both"}, {"optimizer": "momentum"}, {"optimizer": "adamw"})
     )
     assert with_sgd < found < with_adamw
 
@@ -206,7 +206,7 @@ def test_a_shortened_step_is_the_whole_step(strategy, fsdp):
 def test_a_step_on_whole_tensors_is_not_extrapolated(monkeypatch, name):
     """Adafactor gathers parameters up to a limit, however many blocks there are."""
     monkeypatch.setattr(division, "WHOLE_BYTES", 2**18)
-    asked = replace(request(SMALL), optimizer=f"torch.optim:{name}")
+    asked = replace(request(SMALL), own_optimizer=f"torch.optim:{name}")
     short, payload = simulated(asked)
     whole, whole_payload = simulated(asked, is_exact=True)
     assert (short.peak, short.moment, payload) == (whole.peak, whole.moment, whole_payload)
@@ -331,7 +331,7 @@ def test_optimizers_differ_by_their_state():
 @pytest.mark.parametrize("name", ["ASGD", "Adadelta", "Adamax", "NAdam", "RAdam"])
 def test_any_optimizer_of_torch_steps_on_fake_tensors(name):
     """They ask their state for numbers; NAdam divides by one minus the product of its decays."""
-    asked = replace(request(TINY, world_size=2), optimizer=f"torch.optim:{name}")
+    asked = replace(request(TINY, world_size=2), own_optimizer=f"torch.optim:{name}")
     peak = simulated(asked)[0].peak
     moments = 1 if name == "ASGD" else 2
     assert peak.optimizer_state == pytest.approx(moments * peak.parameters, rel=0.02)

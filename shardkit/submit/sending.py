@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from contextlib import suppress
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,8 @@ from shardkit.submit.engines import Engine
 
 CHECK_S = 60
 """How long the check of an engine may take."""
+LOOK_S = 1.0
+"""How often a wait for a program ends, so that a signal that came just before it is seen."""
 
 
 def check(engine: Engine, text: str) -> tuple[list[str], str]:
@@ -108,7 +111,10 @@ def _code_of(words: list[str], text: str | None = None) -> int:
         started.append(process)
         for number in early:
             process.send_signal(number)
-        process.communicate(text)
+        while process.returncode is None:
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(text, timeout=LOOK_S)
+            text = None
     return process.returncode
 
 
