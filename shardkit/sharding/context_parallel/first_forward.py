@@ -80,7 +80,8 @@ class FirstForward:
                 of_whole = model(*given_whole[0], **given_whole[1])
         lengths_compared = {one.own.size(one.dim) for one in short.values()}
         padding = short.get(id(names.get("attention_mask")))
-        pairs = list(_pairs(of_slices, of_whole))
+        # Of more than one number each: losses of parts are not those of the whole.
+        pairs = [pair for pair in _pairs(of_slices, of_whole) if pair[0].dim() > 0]
         errors = [_error(region, *pair, lengths_compared, padding) for pair in pairs]
         pooled = [error for error, (own, whole) in zip(errors, pairs, strict=True) if own.shape == whole.shape]
         is_lost = labels is not None and region.group.rank > 0 and _is_lost(of_slices, of_whole)
@@ -98,12 +99,11 @@ def _labels_at_borders(region: Region, labels: Slice) -> Slice:
 
 def _is_lost(of_slices: Any, of_whole: Any) -> bool:
     """Whether a loss of the labels at borders is one of no labels in slices."""
-    for own, whole in zip(leaves(of_slices), leaves(of_whole), strict=False):
-        if isinstance(own, torch.Tensor) and isinstance(whole, torch.Tensor) and own.dim() == whole.dim() == 0:
-            is_loss = bool(whole.isfinite()) and bool(whole != 0)
-            if is_loss and (bool(own.isnan()) or bool(own == 0)):
-                return True
-    return False
+    return any(
+        bool(whole.isfinite() & (whole != 0) & (own.isnan() | (own == 0)))
+        for own, whole in _pairs(of_slices, of_whole)
+        if own.dim() == 0
+    )
 
 
 def _of_slices(model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -171,10 +171,9 @@ def _is_of_slices(tensor: torch.Tensor, found: Slice, size: int) -> bool:
 
 
 def _pairs(of_slices: Any, of_whole: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Outputs that belong together, of which each has more than one number: losses of parts are not those of the
-    whole."""
+    """Outputs that belong together."""
     for own, whole in zip(leaves(of_slices), leaves(of_whole), strict=False):
-        if isinstance(own, torch.Tensor) and isinstance(whole, torch.Tensor) and own.dim() == whole.dim() > 0:
+        if isinstance(own, torch.Tensor) and isinstance(whole, torch.Tensor) and own.dim() == whole.dim():
             yield own, whole
 
 
