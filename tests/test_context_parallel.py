@@ -311,7 +311,17 @@ def test_a_mean_in_16_bits_does_not_overflow(ranks):
     assert ranks.run(2, mean_in_16_bits) == [2e4, 2e4]
 
 
-# ---- regions ----
+# ---- groups and regions ----
+
+
+def timeout_of_group():
+    accelerator = Accelerator(config=settings(shardkit={"launch": {"process_group_timeout_s": 321}}))
+    own = accelerator._run.region.group.process_group._get_backend(torch.device("cpu"))
+    return own.options._timeout.total_seconds()
+
+
+def test_a_group_has_the_configured_timeout(ranks):
+    assert ranks.run(2, timeout_of_group) == [321, 321]
 
 
 def regions():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,5 +57,6 @@ def build_group(config: Config, process: Process) -> ContextGroup:
             "choose a divisor."
         )
     of_ranks = [list(range(first, first + size)) for first in range(0, process.world_size, size)]
-    own, _ = dist.new_subgroups_by_enumeration(of_ranks, group_desc="context")
+    timeout = timedelta(seconds=config.shardkit.launch.process_group_timeout_s)
+    own, _ = dist.new_subgroups_by_enumeration(of_ranks, timeout, group_desc="context")
     return ContextGroup(size, process.rank % size, own)
