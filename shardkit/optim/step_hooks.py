@@ -6,6 +6,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -79,7 +80,12 @@ def step_between_hooks(
 
 def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
     """The hook as it is where the script has compiled the optimizer's step: it finds no sizes in what is traced."""
-    return _disable_dynamo(hook) if "torch._dynamo" in sys.modules else hook  # which it would load
+    return partial(_call_untraced, hook) if "torch._dynamo" in sys.modules else hook  # which it would load
+
+
+@_disable_dynamo  # once for all hooks: it takes longer than what they do in a step
+def _call_untraced(hook: Callable[..., None], *_: Any) -> None:
+    hook()
 
 
 def chunks_of(optimizer: torch.optim.Optimizer, bytes_of: Callable[[torch.Tensor], int], limit: int) -> list[Chunk]:
