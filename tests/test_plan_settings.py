@@ -235,6 +235,7 @@ WITHOUT_EFFECT = {
 }
 # Flags of plan: what a script does, which no setting says; where it runs; how it is computed and shown.
 OF_THE_SCRIPT = {"model", "batch_size", "seq_len", "optimizer", "loss", "ema", "batch", "tokens"}
+OF_THE_SCRIPT |= {"lora", "lora_targets", "load_in_4bit"}
 OF_THE_MACHINES = {"world", "per_machine", "device", "memory", "host_memory", "network", "price"}
 OF_THE_COMMAND = {
     "of",

@@ -272,7 +272,7 @@ def test_what_adapters_save_is_a_lower_bound_where_it_is_not_less_than_training_
     facts = transformer_facts(model.config, model)
     assert facts.gaps == expected
     asked = PlanRequest(ModelDescription("", "", tree_of(model), facts), Config(), 2, 2, DEVICES["cpu"], batch_size=4)
-    assert frozen_above(asked).startswith("Frozen weights that a gradient passes: activations are counted as if")
+    assert frozen_above(asked).startswith("Frozen layers that a gradient passes: activations are counted as if")
     assert frozen_above(replace(asked, batch_size=None)) is None
 
 

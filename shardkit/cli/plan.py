@@ -92,6 +92,16 @@ def plan(
             metavar="WHICH", help="Weight averages (EMA) in the script: no, trained (parameters, fp32), model (a copy)."
         ),
     ] = "no",
+    lora: Annotated[
+        str | None, typer.Option(metavar="RANK", help="Train LoRA adapters of this rank; all other weights are frozen.")
+    ] = None,
+    lora_targets: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Linear layers with adapters: q_proj,v_proj; default: all in the blocks."),
+    ] = None,
+    load_in_4bit: Annotated[
+        bool, typer.Option("--load-in-4bit", help="With --lora: frozen weights of the blocks in 4 bits (QLoRA).")
+    ] = False,
     tokens: Annotated[
         str | None, typer.Option(metavar="N", help="Tokens of the whole run, 300B or 15T: how long it takes.")
     ] = None,
@@ -141,6 +151,7 @@ def plan(
     sequences = problems.of(number_of_flag, "--batch-size", batch_size)
     sequence_tokens = problems.of(number_of_flag, "--seq-len", seq_len)
     run = problems.of(whole_run.asked, tokens, price)
+    adapters = problems.of(request.adapters_of, lora, lora_targets, load_in_4bit)
     gigabits = problems.of(request.network_speed, network)
     host_bytes = problems.of(request.host_memory, host_memory)
     one_strategy = None if _is_every(strategy) else strategy
@@ -150,7 +161,15 @@ def plan(
     assert name and resolved and planned_device and optimizer_name and logits and averages
     file = None if of or model else path
     asked = replace(
-        request.build(resolved, name, planned_device, per_machine=ranks_of_each, network=gigabits, file=file),
+        request.build(
+            resolved,
+            name,
+            planned_device,
+            per_machine=ranks_of_each,
+            network=gigabits,
+            file=file,
+            adapters=adapters,
+        ),
         optimizer=optimizer_name,
         batch_size=sequences,
         seq_len=sequence_tokens,

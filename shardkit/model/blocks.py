@@ -49,6 +49,22 @@ def repeated_classes(root: ModuleNode) -> list[str]:
     return names
 
 
+def inside_blocks(root: ModuleNode) -> Iterator[ModuleNode]:
+    """The modules in repeated blocks, the blocks themselves included; each once."""
+    classes = set(repeated_classes(root))
+
+    def visit(node: ModuleNode, is_inside: bool) -> Iterator[ModuleNode]:
+        if node.alias_of is not None:
+            return
+        is_inside = is_inside or node.class_name in classes
+        if is_inside:
+            yield node
+        for child in node.children:
+            yield from visit(child, is_inside)
+
+    return visit(root, False)
+
+
 def _members(container: ModuleNode) -> Iterator[ModuleNode]:
     """The modules in a container and in the containers directly inside it: these have no forward of their own."""
     for child in container.children:

@@ -8,6 +8,14 @@ from shardkit.model.blocks import BlockClass, block_classes, repeated_classes
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.wording import count_text
 
+PARAMETERS_IN_FP32 = (
+    "Parameters count as fp32, as in training with mixed precision, regardless of the saved weights' dtype."
+)
+QUANTIZATION_NOT_APPLIED = (
+    "quantization_config is not applied: the plan is for training all weights in full; for adapters beside frozen "
+    "weights in 4 bits add --lora 16 --load-in-4bit."
+)
+
 
 @dataclass(frozen=True)
 class TransformerFacts:

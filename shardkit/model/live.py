@@ -24,7 +24,8 @@ def tree_of(model: nn.Module) -> ModuleNode:
         dtype = str(kind).removeprefix("torch.")
         count = packed.numel(tensor)
         holds = count if count != prod(shape) else 0
-        return Parameter(name, shape, dtype, tensor.requires_grad, None if first == full else first, holds)
+        tied_to = None if first == full else first
+        return Parameter(name, shape, dtype, tensor.requires_grad, tied_to, holds, packed.scale_bytes(tensor))
 
     def visit(module: nn.Module, fqn: str, is_kept_whole: bool = False) -> ModuleNode:
         prefix = f"{fqn}." if fqn else ""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit.model import adapters
+
 _CPU_LAYOUT = "support_avx512bf16_for_cpu"
 """Attribute of a module in 4 bits: whether its forward in evaluation stores the weights anew for this CPU."""
 
@@ -48,6 +50,14 @@ def is_in_8_bits(module: nn.Module) -> bool:
 def numel(parameter: torch.Tensor) -> int:
     """The number of weights in a parameter."""
     return math.prod(parameter.quant_state.shape) if holds_bits(parameter) else parameter.numel()  # type: ignore
+
+
+def scale_bytes(parameter: torch.Tensor) -> int:
+    """Bytes of the tensors beside the parameter that make weights of its values, also before these are packed."""
+    if will_hold_bits(parameter):
+        block, is_double = getattr(parameter, "blocksize", None) or 64, getattr(parameter, "compress_statistics", True)
+        return adapters.scale_bytes(parameter.numel(), block, is_double)
+    return sum(scale.nbytes for scale in scales_of(parameter))
 
 
 def scales_of(parameter: torch.Tensor) -> Iterator[torch.Tensor]:

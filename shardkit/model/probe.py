@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardkit.model import open_models
-from shardkit.model.describe import ModelDescription, to_json
+from shardkit.model.describe import PARAMETERS_IN_FP32, QUANTIZATION_NOT_APPLIED, ModelDescription, to_json
 from shardkit.model.facts import longest_sequence, transformer_facts
 from shardkit.model.live import tree_of
 from shardkit.model.prepared import Prepared
@@ -125,14 +125,9 @@ def describe_transformers(spec: str) -> ModelDescription:
     notes = []
     if (name := open_models.meant_by(spec, Path())) is not None:
         notes.append(f"The sizes are those of {name}, as published; nothing was downloaded.")
-    notes.append(
-        "Parameters count as fp32, as in training with mixed precision, regardless of the saved weights' dtype."
-    )
+    notes.append(PARAMETERS_IN_FP32)
     if getattr(model.config, "quantization_config", None):
-        notes.append(
-            "quantization_config is not applied: the plan is for training all weights in full. For frozen quantized "
-            "weights give --model module:function, a function that builds the quantized model."
-        )
+        notes.append(QUANTIZATION_NOT_APPLIED)
     return ModelDescription(
         spec,
         type(model).__name__,

@@ -13,7 +13,8 @@ from shardkit.digits import number_in
 @dataclass(frozen=True)
 class Parameter:
     """One parameter of a module. `tied_to` is the fqn of the first name of the same tensor, if this is a later name.
-    `packed`: the number of weights whose bits its elements hold; 0 where each element is a weight."""
+    `packed`: the number of weights whose bits its elements hold; 0 where each element is a weight. `scale_bytes`: of
+    the tensors beside it that make weights of these, whole on every rank."""
 
     name: str
     shape: tuple[int, ...]
@@ -21,6 +22,7 @@ class Parameter:
     trainable: bool = True
     tied_to: str | None = None
     packed: int = 0
+    scale_bytes: int = 0
 
     @cached_property
     def numel(self) -> int:

@@ -51,6 +51,19 @@ class Activations:
     tokens: int = 0
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What of a block is trained, as far as it determines what the block saves: `adapter_numel` is what adapters have
+    between their two matrices, in elements per token; `norms`: whether weights of norms are. All linear layers count
+    as trained, or as ones with an adapter, which saves the same."""
+
+    adapter_numel: int = 0
+    norms: bool = True
+
+
+ALL = Trained()
+
+
 def of_transformer(
     facts: TransformerFacts,
     batch_size: int,
@@ -59,6 +72,7 @@ def of_transformer(
     loss: Loss = Loss.HELD,
     is_autocast: bool = False,
     shared_by: int = 1,
+    trained: Trained = ALL,
 ) -> Activations:
     """Activations of one micro-batch of `batch_size` sequences, each on `shared_by` ranks; `itemsize` is the compute
     dtype's.
@@ -67,16 +81,18 @@ def of_transformer(
     cast it separately, which is not counted.
     """
     tokens = batch_size * seq_len // shared_by
+    casts_once = facts.casts_once and not trained.adapter_numel  # an adapter casts its layer's input again
     vocabulary = facts.vocabulary or 0
     stream = _FP32_BYTES if is_autocast else itemsize
     # Under a lower compute dtype the outputs are cast up, and the loss is computed in fp32.
     exchanged = 0 if shared_by == 1 else exchanged_numel(facts, shared_by) * itemsize
+    of_token = block_token_bytes(facts, itemsize, trained) + exchanged + 2 * facts.hidden * (stream - itemsize)
     return Activations(
-        block_bytes=tokens * (block_token_bytes(facts, itemsize) + exchanged + 2 * facts.hidden * (stream - itemsize)),
+        block_bytes=tokens * of_token,
         block_input_bytes=tokens * facts.hidden * stream,
         logits_bytes=tokens * vocabulary * LOSS_BYTES[loss],
         output_bytes=tokens * vocabulary * _FP32_BYTES if loss is Loss.HELD else 0,
-        gaps=(*facts.gaps, *(("autocast's copies",) if is_autocast and not facts.casts_once else ())),
+        gaps=(*facts.gaps, *(("autocast's copies",) if is_autocast and not casts_once else ())),
         tokens=tokens,
     )
 
@@ -88,14 +104,16 @@ def exchanged_numel(facts: TransformerFacts, shared_by: int) -> int:
     return facts.width_of_head * (facts.heads + repeated)
 
 
-def block_token_bytes(facts: TransformerFacts, itemsize: int) -> int:
-    """Bytes that one block saves per token: its elements, softmax statistics, and fp32 copies of norms."""
-    size = block_numel(facts) * itemsize + facts.heads * _FP32_BYTES
+def block_token_bytes(facts: TransformerFacts, itemsize: int, trained: Trained = ALL) -> int:
+    """Bytes that one block saves per token: its elements, softmax statistics, fp32 copies of norms, and what is between
+    the matrices of adapters."""
+    size = (block_numel(facts) + trained.adapter_numel) * itemsize + facts.heads * _FP32_BYTES
+    normalized = itemsize if trained.norms else 0  # what a norm has made, which the gradient of its weight needs
     if facts.normalizes_in_fp32:  # the input in fp32, one factor a row (RMSNorm as Transformers writes it), twice
-        size += 2 * (facts.hidden + 1) * _FP32_BYTES
+        size += 2 * (facts.hidden * (_FP32_BYTES + normalized - itemsize) + _FP32_BYTES)
     if facts.normalizes_heads:  # the same of every query and key, and what was normalized
         heads = facts.heads + facts.key_value_heads
-        size += heads * (facts.width_of_head * (_FP32_BYTES + itemsize) + _FP32_BYTES)
+        size += heads * (facts.width_of_head * (_FP32_BYTES + normalized) + _FP32_BYTES)
     return size
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from shardkit.config import xla
 from shardkit.config.meaning import with_strategy
 from shardkit.config.schema import Config, ShardingStrategy
+from shardkit.model.adapters import Adapters
 from shardkit.model.describe import ModelDescription
 from shardkit.plan.activations import Loss
 from shardkit.plan.averages import Ema
@@ -48,6 +49,8 @@ class PlanRequest:
     folder: Path | None = None
     run: WholeRun | None = None
     """The whole run, where its time is asked for."""
+    adapters: Adapters | None = None
+    """Those in the description, where only adapters are trained; a simulation adds them to the model."""
     host_bytes: int | None = None
     """Host memory of a machine, where that is given; else the device's is taken."""
 
@@ -248,6 +251,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
             "name": request.description.name,
             "parameters": request.description.numel,
             "facts": asdict(request.description.facts) if request.description.facts else None,
+            "adapters": asdict(request.adapters) if request.adapters else None,
         },
         "world_size": request.world_size,
         "ranks_per_machine": request.ranks_of_a_machine,

@@ -93,6 +93,8 @@ def answer(
 def _check_simulation(request: PlanRequest, question: search.Question | None) -> None:
     if request.is_on_tpu and request.config.downcast_bf16:
         raise UsageError("--simulate: downcast_bf16 is not simulated (got true); leave --simulate out.")
+    if request.adapters and request.adapters.are_packed:
+        raise UsageError("--load-in-4bit: bitsandbytes' kernels are not simulated (got both); leave --simulate out.")
     if request.own_batch is not None and request.description.facts is None:
         sizes = {"--batch-size": request.batch_size, "--seq-len": request.seq_len}
         if given := [flag for flag, size in sizes.items() if size is not None]:

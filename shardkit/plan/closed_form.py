@@ -23,11 +23,12 @@ from dataclasses import dataclass, replace
 
 from shardkit.config.meaning import dtypes, offloads_state
 from shardkit.config.schema import BackwardPrefetch, Config, ShardingStrategy
-from shardkit.model.blocks import repeated_classes
+from shardkit.model import adapters
+from shardkit.model.blocks import inside_blocks, repeated_classes
 from shardkit.model.describe import TransformerFacts
 from shardkit.model.tree import ModuleNode
 from shardkit.plan import activations, context
-from shardkit.plan.activations import Activations, Loss
+from shardkit.plan.activations import Activations, Loss, Trained
 from shardkit.plan.averages import Ema
 from shardkit.plan.rank_memory import Memory, Moment, RankMemory
 from shardkit.plan.traffic import Traffic, traffic
@@ -108,7 +109,14 @@ def known_activations(
         return None
     is_autocast = config.mode != "fsdp" and dtypes(config).param in ("bf16", "fp16")
     size, shared_by = itemsize(compute_dtype(tree, config)), config.shardkit.mesh.context_size
-    return activations.of_transformer(facts, batch_size, tokens, size, loss, is_autocast, shared_by)
+    trained = Trained(adapters.columns(tree) // facts.layers, _trains_norms(tree))
+    return activations.of_transformer(facts, batch_size, tokens, size, loss, is_autocast, shared_by, trained)
+
+
+def _trains_norms(tree: ModuleNode) -> bool:
+    """Whether blocks train vectors, which are weights of norms and biases; all do in a model without repeated ones."""
+    vectors = [p.trainable for node in inside_blocks(tree) for p in node.parameters if len(p.shape) == 1]
+    return any(vectors) or not vectors
 
 
 def _tokens(facts: TransformerFacts | None, batch_size: int | None, seq_len: int | None) -> int | None:
@@ -142,7 +150,7 @@ def _never_offloaded(plan: ShardedSizes) -> Memory:
     (`_move_states_to_device` of fully_shard), and Adafactor's rows and columns (`optim/whole_step.py` steps there)."""
     whole = plan.replicated
     return Memory(
-        whole.parameter_bytes + whole.average_bytes + plan.buffer_bytes + plan.averaged_buffer_bytes,
+        whole.parameter_bytes + whole.average_bytes + plan.whole_bytes,
         whole.gradient_bytes,
         whole.optimizer_bytes + plan.whole_state_bytes,
     )
@@ -184,7 +192,7 @@ def _persistent(plan: ShardedSizes) -> Memory:
     """Memory alive during the whole step: shards of parameters and their averages, buffers, optimizer state."""
     of_units = sum(unit.parameter_bytes + unit.average_bytes for unit in plan.everything)
     return Memory(
-        parameters=of_units + plan.buffer_bytes + plan.averaged_buffer_bytes,
+        parameters=of_units + plan.whole_bytes,
         optimizer_state=sum(unit.optimizer_bytes for unit in plan.everything),
     )
 
@@ -243,7 +251,7 @@ def _forward(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator[
         copying = gathered + _output_bytes(plan, before) + unit.rearranged_bytes
         when = (
             replace(base, gathered=copying, activations=alive),
-            replace(base, gathered=gathered, activations=working),
+            replace(base, gathered=gathered + unit.unpacked_bytes, activations=working),
         )
         yield Moment("forward", unit.fqn, max(when, key=lambda memory: memory.total))
         alive += _kept_bytes(unit, config, kept)
@@ -305,7 +313,7 @@ def _backward(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator
 
 def _gathered_in_backward(plan: ShardedSizes, config: Config, index: int) -> int:
     """Parameters of this unit while it computes backward, and of the next one, if it is gathered meanwhile."""
-    own = plan.units[index].gathered_bytes
+    own = plan.units[index].gathered_bytes + plan.units[index].unpacked_bytes
     prefetches = config.fsdp.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
     if not prefetches or not index or _stays_gathered(plan, plan.units[index - 1]):
         return own
@@ -348,7 +356,7 @@ def _walk_ddp(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator
     working = _working_bytes(root, config, kept)
     everything = _all_gradients(plan)
     from_start = everything if plan.axes.mode == "ddp" else _gradients_before(plan, config)
-    forward = replace(base, gradients=from_start, gathered=plan.cast_bytes)
+    forward = replace(base, gradients=from_start, gathered=plan.cast_bytes + root.unpacked_bytes)
     yield Moment("forward", "", replace(forward, activations=alive + working))
     yield Moment("loss", "", replace(forward, activations=alive + kept.logits_bytes))
     first = replace(forward, activations=alive + working + kept.output_bytes)

@@ -5,6 +5,8 @@ from itertools import dropwhile
 
 from shardkit.config.meaning import dtypes, eight_bits, offloads_state
 from shardkit.errors import UsageError
+from shardkit.model.adapters import is_beside_adapter
+from shardkit.model.blocks import inside_blocks
 from shardkit.model.cut import shard_dim
 from shardkit.plan import context
 from shardkit.plan.answer import Change, PlanRequest
@@ -27,6 +29,7 @@ _OFFLOAD = (
 _OFFLOADED_STATE = (
     "A step is longer than estimated: copies of the optimizer's state from host memory and back are not counted."
 )
+_PACKED = "A step is longer than estimated: each product unpacks its weights from 4 bits, which is not counted."
 _POWER_SGD = "power_sgd: traffic is that of uncompressed gradients, as before power_sgd_start_step."
 
 
@@ -72,15 +75,17 @@ def undivided(request: PlanRequest) -> str | None:
 
 def frozen_above(request: PlanRequest) -> str | None:
     """A note if the closed form counts activations of more than _REMARKABLE of the parameters as if they were trained:
-    of frozen ones that a gradient passes."""
+    of frozen ones in blocks that a gradient passes, but for layers with adapters, which keep the same."""
     if request.description.facts is None or not request.batch_size:
         return None
-    above = dropwhile(lambda parameter: not parameter.trainable, (p for _, p in request.description.tree.owned()))
-    if sum(p.weights for p in above if not p.trainable) < max(1, _REMARKABLE * request.description.numel):
+    in_blocks = ((node.name_of(p), p) for node in inside_blocks(request.description.tree) for p in node.parameters)
+    above = dropwhile(lambda parameter: not parameter[1].trainable, in_blocks)
+    frozen = sum(p.weights for name, p in above if not (p.trainable or is_beside_adapter(name)))
+    if frozen < max(1, _REMARKABLE * request.description.numel):
         return None
     return (
-        "Frozen weights that a gradient passes: activations are counted as if these were trained; blocks with LoRA "
-        "save a half to two thirds of that, which --simulate counts."
+        "Frozen layers that a gradient passes: activations are counted as if these were trained; blocks with adapters "
+        "in a few layers save up to a third less, which --simulate counts."
     )
 
 
@@ -160,4 +165,5 @@ def note_on_time(request: PlanRequest) -> str | None:
     unlike = unlike_published(description.tree, facts, batch_size, seq_len, request.world_size, request.shared_by)
     offloads = keeps_on_host(request.config) or keeps_shards_on_host(request.config)
     state = _OFFLOADED_STATE if offloads_state(request.config) else None
-    return " ".join(filter(None, [unlike, _OFFLOAD if offloads else None, state])) or None
+    packed = _PACKED if request.adapters and request.adapters.are_packed else None
+    return " ".join(filter(None, [unlike, _OFFLOAD if offloads else None, state, packed])) or None

@@ -47,6 +47,8 @@ def _headline(request: PlanRequest) -> str:
     if request.machines > 1:
         where += f" on {counted(request.machines, 'machine')}"
     load = [where, request.device.name, _precision(config)]
+    if request.adapters:
+        load.append(request.adapters.text)
     load.append(request.own_optimizer or request.optimizer)
     if request.own_batch:
         load.append(f"micro-batch of {request.own_batch}")

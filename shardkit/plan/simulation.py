@@ -31,7 +31,7 @@ CLOSED_FORM_HINT = "or leave --simulate out: the closed form runs no model code"
 @dataclass(frozen=True)
 class Job:
     """What the child process simulates, for each configuration. `kind`: what `spec` names (gpt, transformers, factory).
-    `here`: the command's folder, in which batch and optimizer are found too."""
+    `here`: the command's folder, in which batch and optimizer are found too. `adapters`: the fields of `Adapters`."""
 
     kind: str
     spec: str
@@ -46,6 +46,7 @@ class Job:
     loss: str = "held"
     ema: str = "no"
     here: str = ""
+    adapters: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ def simulate(request: PlanRequest, configs: list[Config] | None = None, *, is_ex
         loss=request.loss.value,
         ema=request.ema.value,
         here=str(Path.cwd()),
+        adapters=asdict(request.adapters) if request.adapters else None,
     )
     steps = _in_child(job, folder)
     return [_simulation(request, config, step) for config, step in zip(configs, steps, strict=True)]

@@ -55,7 +55,8 @@ class UnitSizes:
     optimizer makes in its step only.
     early_gradient_bytes: unsharded gradients that exist from the start of backward, because their parameters come after
     all other units (the head); root only. rearranged_bytes: gathered parameters that are sharded on a dim other than 0,
-    which are copied once more. `blocks`: number of repeated blocks inside that backward reaches.
+    which are copied once more. `blocks`: number of repeated blocks inside that backward reaches. unpacked_bytes: the
+    largest packed weight in the compute dtype, in which a product needs it.
     """
 
     fqn: str
@@ -72,14 +73,16 @@ class UnitSizes:
     blocks: int = 0
     average_bytes: int = 0
     step_bytes: int = 0
+    unpacked_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class ShardedSizes:
-    """Input of the memory and traffic formulas. `units` are in forward order, without the root. `cast_bytes`: copies of
-    parameters that autocast keeps from forward to backward, where nothing is sharded. `in_step`: what the step of an
-    optimizer that needs whole parameters makes and exchanges; `whole_state_bytes`: its state of sharded ones that every
-    rank keeps whole. `state_in_step`: what the optimizer has on the device at a time where its state is in host memory.
+    """Input of the memory and traffic formulas. `units` are in forward order, without the root. `scale_bytes`: those of
+    packed weights. `cast_bytes`: copies of parameters that autocast keeps from forward to backward, where nothing is
+    sharded. `in_step`: what the step of an optimizer that needs whole parameters makes and exchanges;
+    `whole_state_bytes`: its state of sharded ones that every rank keeps whole. `state_in_step`: what the optimizer has
+    on the device at a time where its state is in host memory.
     """
 
     axes: Axes
@@ -87,11 +90,17 @@ class ShardedSizes:
     root: UnitSizes
     replicated: UnitSizes
     buffer_bytes: int
+    scale_bytes: int = 0
     averaged_buffer_bytes: int = 0
     cast_bytes: int = 0
     in_step: InStep = field(default_factory=InStep)
     whole_state_bytes: int = 0
     state_in_step: int = 0
+
+    @property
+    def whole_bytes(self) -> int:
+        """What every rank holds beside the parameters and their averages."""
+        return self.buffer_bytes + self.averaged_buffer_bytes + self.scale_bytes
 
     @property
     def everything(self) -> tuple[UnitSizes, ...]:
@@ -147,6 +156,7 @@ def layout(
         root=root,
         replicated=replace(sizes, shards=1).unit("", [(n, parameters[n]) for n in decided.replicated], True, 0),
         buffer_bytes=buffer_bytes,
+        scale_bytes=sum(p.scale_bytes for p in parameters.values()),
         averaged_buffer_bytes=buffer_bytes if ema is Ema.MODEL else 0,
         cast_bytes=0 if is_sharded else _cast_bytes(tree, used.param),
         in_step=in_step(optimizer, [tensor for _, tensor in of_whole], found.shards, found.replicas),
@@ -296,6 +306,7 @@ class _Sizes:
             blocks=blocks,
             average_bytes=sum(prod(local) * self._average_itemsize(p) for _, p, local in rows),
             step_bytes=sum(step_bytes(self.optimizers[name], local, itemsize(p.dtype)) for name, p, local in trainable),
+            unpacked_bytes=max((p.packed for _, p, _ in rows), default=0) * itemsize(self.dtypes.param or "fp32"),
         )
 
     def state_bytes(self, name: str, parameter: Parameter, local: tuple[int, ...]) -> int:

@@ -25,6 +25,7 @@ from shardkit.config.meaning import dtypes, eight_bits
 from shardkit.config.schema import Config
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.model import gpt, gpt_module
+from shardkit.model.adapters import Adapters, chosen
 from shardkit.model.builtin import BUILTIN
 from shardkit.model.cut import as_trained, cut
 from shardkit.model.live import tree_of
@@ -118,7 +119,7 @@ def _extrapolated(job: Job, config: Config, tree: ModuleNode, runs: Sequence[Rep
 
 def _tree(job: Job, runs: Sequence[RepeatedBlocks] = ()) -> ModuleNode:
     """The modules of `_shortened`; the model is built only if the sizes alone do not determine them."""
-    if job.kind == "gpt":
+    if job.kind == "gpt" and job.adapters is None:
         return gpt.tree(_shape(job, runs))
     with fake_world.fake_tensors():
         return tree_of(_shortened(job, runs))
@@ -190,12 +191,37 @@ def _built(job: Job) -> nn.Module:
 
 
 def _shortened(job: Job, runs: Sequence[RepeatedBlocks]) -> nn.Module:
-    """The model with the `kept` blocks of each run; all of them if `runs` is empty."""
+    """The model with the `kept` blocks of each run; all of them if `runs` is empty. With the job's adapters, if any,
+    which peft moves: it is built on the meta device then."""
+    if job.adapters is None:
+        return _plain(job, runs)
+    with unset_fake_temporarily(), torch.device("meta"):
+        model = _adapted(_plain(job, runs), Adapters(**job.adapters))
+    return fake_world.with_fake_tensors(model)
+
+
+def _plain(job: Job, runs: Sequence[RepeatedBlocks]) -> nn.Module:
+    """The model with the `kept` blocks of each run, without adapters."""
     if job.kind == "gpt":
         return gpt_module.GPT(_shape(job, runs))
     model = _built(job)
     repeats.shorten(model, runs)
     return model
+
+
+def _adapted(model: nn.Module, adapters: Adapters) -> nn.Module:
+    """The model with adapters, as peft puts them in; its own weights are frozen, in their dtype."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise UsageError(
+            "--lora: a simulation needs peft (not installed); pip install peft, or leave --simulate out."
+        ) from None
+    layers, dtype = chosen(tree_of(model), adapters), getattr(torch, adapters.dtype)
+    frozen = {p: nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in model.parameters()}
+    for module in model.modules():
+        module._parameters.update({name: frozen[p] for name, p in module._parameters.items() if p is not None})
+    return inject_adapter_in_model(LoraConfig(r=adapters.rank, target_modules=layers), model)
 
 
 def _step(job: Job, config: Config, runs: Sequence[RepeatedBlocks]) -> Step:
