@@ -208,7 +208,7 @@ def region(size):
     """The region of a group of all ranks."""
     config = Config.model_validate({"num_processes": size, "shardkit": {"mesh": {"context_size": size}}})
     process = Accelerator(config={"distributed_type": "MULTI_CPU", "use_cpu": True})._run.process
-    return Region(build_group(config, process), control.start(), torch.device("cpu"))
+    return Region(build_group(config, process), control.start())
 
 
 def attentions():
@@ -311,6 +311,35 @@ def test_a_mean_in_16_bits_does_not_overflow(ranks):
     assert ranks.run(2, mean_in_16_bits) == [2e4, 2e4]
 
 
+def preferred(given, sums):
+    """The loss of preferences between sequences, by their log-probabilities, and its gradients."""
+    accelerator = Accelerator(config=given)
+    torch.manual_seed(0)
+    model = accelerator.prepare(Decoder())
+    tokens, targets = samples()[:4]
+    with log_lines() as lines, accelerator.context_parallel(tokens, targets) as (tokens, targets):
+        by_token = model(tokens).log_softmax(-1).gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+        of_slices = by_token.mul(targets != -100).sum(1)
+        better, worse = (accelerator.sum_slices(of_slices) if sums else of_slices).chunk(2)
+        loss = -F.logsigmoid(better - worse).mean()
+        accelerator.backward(loss)
+    assert accelerator.sum_slices(loss) is loss  # outside of the region
+    told = [line for line in lines if "have different losses" in line]
+    return loss.item(), [parameter.grad.norm().item() for parameter in model.parameters()], told
+
+
+def test_a_loss_of_sums_over_sequences_equals_one_process(ranks, alone):
+    loss, gradients, _ = preferred({"distributed_type": "NO", "use_cpu": True}, True)
+    for found, own, told in ranks.run(2, preferred, settings(), True):
+        assert found == pytest.approx(loss, rel=1e-5) and not told
+        torch.testing.assert_close(own, gradients, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_of_slices_is_told(ranks):
+    (_, _, (line,)), (_, _, others) = ranks.run(2, preferred, settings(), False)
+    assert not others and "give to accelerator.sum_slices" in line
+
+
 # ---- groups and regions ----
 
 
@@ -383,10 +412,62 @@ def by_hand(after, whole_model):
     return [parameter.grad.full_tensor().norm().item() for parameter in model.parameters()]
 
 
+class Recomputing(Block):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
+
+
+def with_a_forward_between(recomputes, is_between):
+    """Gradients of a loss in a region, where another forward of whole sequences lies before the backward."""
+    accelerator = Accelerator(config=settings())
+    model, (tokens, targets) = Decoder(), samples()[:4]
+    torch.manual_seed(0)
+    model.blocks[0] = Block() if recomputes is None else Recomputing(recomputes)
+    model = accelerator.prepare(model)
+    with accelerator.context_parallel(tokens, targets) as own:
+        loss = loss_of(model, *own)
+    if is_between:
+        loss_of(model, tokens, targets)
+    accelerator.backward(loss)
+    return [parameter.grad.norm().item() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_backward_recomputes_each_checkpoint_as_its_forward_was(ranks, use_reentrant):
+    expected = ranks.run(2, with_a_forward_between, None, False)[0]
+    for found in ranks.run(2, with_a_forward_between, use_reentrant, True):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("whole_model", [False, True])
 def test_a_backward_recomputes_in_the_region_also_after_it(ranks, whole_model):
     inside, after = (ranks.run(2, by_hand, after, whole_model)[0] for after in (False, True))
     torch.testing.assert_close(inside, after)
+
+
+def of_parts(how):
+    """Losses of tensors that a script makes of slices: others, or the rows of several micro-batches."""
+    accelerator = Accelerator(config=settings())
+    model = parts(accelerator)[0]
+    tokens, targets = samples()[:4]
+    with accelerator.context_parallel(tokens, targets) as (own, own_targets):
+        if how == "copied":
+            return [loss_of(model, own.clone(), own_targets).item()]
+        return [loss_of(model, own[rows], own_targets[rows]).item() for rows in (slice(2), slice(2, 4))]
+
+
+@pytest.mark.parametrize("how", ["copied", "rows"])
+def test_what_a_script_makes_of_slices_has_their_positions(ranks, alone, how):
+    accelerator = Accelerator(config={"distributed_type": "NO", "use_cpu": True})
+    model, (tokens, targets) = parts(accelerator)[0], samples()[:4]
+    each = 4 if how == "copied" else 2
+    expected = [loss_of(model, *pair).item() for pair in zip(tokens.split(each), targets.split(each), strict=True)]
+    for found in ranks.run(2, of_parts, how):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def copied():
@@ -475,6 +556,8 @@ def family(name):
     torch.manual_seed(0)
     if name == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=1, **small))
+    if name == "span":
+        return transformers.LlamaForQuestionAnswering(transformers.LlamaConfig(num_key_value_heads=1, **small))
     if name == "mistral":
         config = transformers.MistralConfig(num_key_value_heads=2, sliding_window=4, **small)
         return transformers.MistralForCausalLM(config)
@@ -556,6 +639,18 @@ class Masked(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, mask)
 
 
+class OneHead(Masked):
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+class OneSequence(Masked):
+    def forward(self, tokens):
+        x = self.embed(tokens)[0]
+        return F.scaled_dot_product_attention(x, x, x)[None]
+
+
 class ThreeHeads(Masked):
     def forward(self, tokens):
         x = self.embed(tokens)[..., :15].unflatten(-1, (3, -1)).transpose(1, 2)
@@ -632,6 +727,8 @@ def refused(kind, *, number=2, length=POSITIONS, named=(), source=0, condition=0
         (Convolution, {}, "Convolution gives other values for slices of a sequence than for the whole one"),
         (Masked, {}, "attention has a mask of this rank's slice alone (got [8, 8] for 16 positions)"),
         (ThreeHeads, {}, "shardkit.mesh.context_size does not divide the attention heads (got 2 for 3)"),
+        (OneHead, {"number": 3}, "does not divide the first dim of the queries [3, 8, 16] (got 2 for 3)"),
+        (OneSequence, {}, "attention of one head alone (got queries [8, 16])"),
         (Decoder, {"length": 15}, "a sequence does not divide into 2 slices (got 15 positions, in dim 1 of [2, 15])"),
         (Decoder, {"named": ["position_ids"]}, "position_ids begin again within a row"),
         (ShiftsLabels, {"named": ["labels"]}, "ShiftsLabels shifts the labels within each slice"),
@@ -701,6 +798,17 @@ def misused(how):
         if how == "shapes":
             with accelerator.context_parallel(tokens[:, : 8 + 2 * accelerator.process_index]):
                 pass
+        if how == "generation":
+            model = accelerator.prepare(family("llama"))
+            with accelerator.context_parallel(tokens) as own:
+                model(own)
+                model.module.generate(own, max_new_tokens=3)
+        if how == "one position":
+            with accelerator.context_parallel(tokens[:, :2]) as own:
+                accelerator.prepare(family("llama"))(own)
+        if how == "span":
+            with accelerator.context_parallel(tokens) as own:
+                accelerator.prepare(family("span"))(own, start_positions=tokens[:, 0], end_positions=tokens[:, 0])
         if how == "metrics":
             with accelerator.context_parallel(tokens) as own, torch.no_grad():
                 accelerator.gather_for_metrics(model(own).argmax(-1))
@@ -716,6 +824,12 @@ def misused(how):
         ("nothing", "no tensor to split"),
         ("dims", "1 buffers have 0 buffer_seq_dims"),
         ("shapes", "ranks 0 to 1 share each sequence, but have tensors of different shapes (got [4, 8]; [4, 10])"),
+        (
+            "generation",
+            "is given keys and values of earlier positions (got 8 of them, as in generate)",
+        ),
+        ("one position", "slices of one position (got sequences of 2), which LlamaForCausalLM takes for"),
+        ("span", "LlamaForQuestionAnswering learns where in a sequence something is (got start_positions)"),
         ("metrics", "the 2 ranks that share a sequence have different values"),
     ],
 )

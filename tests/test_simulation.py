@@ -266,7 +266,7 @@ def real_step(config: Config) -> tuple[int, str, int]:
 
     process = Process(dist.get_rank(), dist.get_rank(), 2, 2, torch.device("cpu"), "gloo")
     shape = gpt.parse(TINY.removeprefix("gpt:"))
-    region = Region(build_group(config, process), process.control, process.device)
+    region = Region(build_group(config, process), process.control)
     loss_of = partial(batches.next_token_loss, vocabulary=shape.vocab)
     loss = batches.of_slices(region, torch.zeros(4, shape.seq, dtype=torch.long), loss_of)
     factory = simulated_optimizers.optimizer_factory("adamw")

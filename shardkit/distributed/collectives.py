@@ -162,7 +162,7 @@ def broadcast(data: Any, from_process: int = 0) -> Any:
     """`data` with each tensor replaced by that of rank `from_process`, on every rank. Collective."""
     _refuse_other_rank(from_process)
     refuse_different(data, "broadcast")
-    return map_tensors(lambda tensor: _broadcast_one(tensor, from_process), data)
+    return map_tensors(lambda tensor: broadcast_one(tensor, from_process), data)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -225,15 +225,16 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return xla.whole(tensor) if xla.is_xla(tensor) else tensor.clone()
 
 
-def gather_one(tensor: torch.Tensor) -> torch.Tensor:
-    """All ranks' tensors of this shape, with at least one dim, concatenated along dim 0. Collective."""
+def gather_one(tensor: torch.Tensor, dim: int = 0, group: Any = None) -> torch.Tensor:
+    """The tensors of this shape, with at least one dim, of all ranks or of torch's group, concatenated along a dim.
+    Collective."""
     if _is_of_all(tensor):
         return _copy(tensor)
     placed = _placed(tensor)
     own = _moved_bytes(placed)
-    parts = [torch.empty_like(own) for _ in range(world_size())]
-    dist.all_gather(parts, own)
-    whole = torch.cat([part.view(tensor.dtype).reshape(tensor.shape) for part in parts])
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own, group=group)
+    whole = torch.cat([part.view(tensor.dtype).reshape(tensor.shape) for part in parts], dim)
     return whole.to(tensor.device)
 
 
@@ -275,11 +276,13 @@ def _over_ranks(value: torch.Tensor, reduction: str) -> torch.Tensor:
     return found
 
 
-def _broadcast_one(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
+def broadcast_one(tensor: torch.Tensor, from_process: int, group: Any = None) -> torch.Tensor:
+    """The tensor of this shape of a rank, given by its number among all ranks, on all ranks or those of torch's group.
+    Collective."""
     if _is_of_all(tensor):
         return _copy(tensor.detach())
     moved = _moved_bytes(_placed(tensor)).clone()
-    dist.broadcast(moved, src=from_process)
+    dist.broadcast(moved, src=from_process, group=group)
     return moved.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
 
 

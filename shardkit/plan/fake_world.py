@@ -61,7 +61,7 @@ def shared_sequences(config: Config) -> Iterator[Region]:
     also where the process is alone."""
     size = config.shardkit.mesh.context_size
     group = ContextGroup(size, 0, dist.new_group(list(range(size)))) if size > 1 else ContextGroup()
-    region = Region(group, ControlGroup(), torch.device("cpu"))
+    region = Region(group, ControlGroup())
     try:
         yield region
     finally:

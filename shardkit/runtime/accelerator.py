@@ -141,7 +141,7 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
             chosen=found.chosen,
             process=here,
             mesh=build_mesh(supported, here),
-            region=Region(build_group(supported, here), here.control, here.device),
+            region=Region(build_group(supported, here), here.control),
             project=project,
             loops=Loops(step_scheduler_with_optimizer, device_placement),
             handlers=handlers,

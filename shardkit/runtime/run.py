@@ -26,6 +26,7 @@ from shardkit.runtime.checkpoints.hooks import StateHooks
 from shardkit.runtime.eager import eager
 from shardkit.runtime.likely_mistakes.early_steps import EarlySteps
 from shardkit.runtime.likely_mistakes.followers import Followers
+from shardkit.runtime.likely_mistakes.losses_of_slices import LossesOfSlices
 from shardkit.runtime.likely_mistakes.missing_models import MissingModels
 from shardkit.runtime.likely_mistakes.same_data import SameData
 from shardkit.runtime.likely_mistakes.same_modules import SameModules
@@ -122,6 +123,7 @@ class Run:
     accumulation: Accumulation = field(init=False)
     same_modules: SameModules = field(init=False)
     same_data: SameData = field(init=False)
+    losses_of_slices: LossesOfSlices = field(init=False)
     followers: Followers = field(init=False)
     schedule_lengths: ScheduleLengths = field(init=False)
     nan_origin: NanOrigin | None = field(init=False)
@@ -162,6 +164,7 @@ class Run:
         is_main, control = self.process.is_main, self.process.control
         self.same_modules = SameModules(self.models, control, self.config.debug)
         self.same_data = SameData(self.loaders, control, self.region.group.size)
+        self.losses_of_slices = LossesOfSlices(self.region, control)
         self.followers = Followers(self.evaluated, is_main)
         self.schedule_lengths = ScheduleLengths(self.accumulation, is_main)
         debugs = self.config.debug and self.config.mode != "xla"  # there each look would be a program of its own
@@ -197,6 +200,7 @@ class Run:
 
     def _note_loss(self, loss: torch.Tensor) -> None:
         self.same_data.note_loss(loss)
+        self.losses_of_slices.note_loss(loss)
         if self.nan_origin is not None:
             self.nan_origin.note_loss(loss)
 

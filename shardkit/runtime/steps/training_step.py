@@ -142,6 +142,16 @@ class TrainingStep(Topology):
         with self._run.region.split(data, dim) as slices:
             yield slices[0] if len(slices) == 1 else tuple(slices)
 
+    def sum_slices(self, values: torch.Tensor) -> torch.Tensor:
+        """Inside of `context_parallel`: the sum of a tensor over the ranks that share each sequence, with gradients;
+        outside, the tensor itself. For what a loss needs of whole sequences:
+
+            log_probabilities = accelerator.sum_slices(of_tokens.sum(1))
+
+        Each of these ranks goes on with it alike, as to the loss that it gives to `backward`. Collective.
+        """
+        return self._run.region.sum_slices(values)
+
     def maybe_context_parallel(
         self,
         buffers: Sequence[torch.Tensor] | None = None,

@@ -37,11 +37,17 @@ def attention(
     named: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     if key.size(-2) != query.size(-2):
         return torchs(query, key, value, attn_mask, enable_gqa=enable_gqa, **named)
+    if query.dim() < 3:
+        raise UsageError(
+            f"context parallelism: attention of one head alone (got queries {list(query.shape)}), which ranks cannot "
+            "divide; give scaled_dot_product_attention (samples, heads, positions, width)."
+        )
     heads, positions = query.size(-3), query.size(-2)
     if heads % group.size:
+        which = "attention heads" if query.dim() > 3 else f"first dim of the queries {list(query.shape)}"
         raise UsageError(
-            f"context parallelism: shardkit.mesh.context_size does not divide the attention heads (got {group.size} "
-            f"for {heads}); choose a divisor of the heads."
+            f"context parallelism: shardkit.mesh.context_size does not divide the {which} (got {group.size} for "
+            f"{heads}); choose a divisor of the heads, in (samples, heads, positions, width)."
         )
     key, value = (_divisible(one, heads, group.size, enable_gqa) for one in (key, value))
     mask = None if attn_mask is None else _whole_mask(group, attn_mask, heads, positions)
@@ -93,7 +99,8 @@ def _whole_mask(group: ContextGroup, mask: torch.Tensor, heads: int, positions: 
     if columns == positions and rows != 1:
         raise UsageError(
             f"context parallelism: attention has a mask of this rank's slice alone (got {list(mask.shape)} for "
-            f"{whole} positions); leave the mask out where attention is causal and padding is at the end, or give "
+            f"{whole} positions); leave the mask out where attention is causal and padding is at the end "
+            "(torch.nn's modules: is_causal=True beside the mask, and no key_padding_mask), or give "
             "scaled_dot_product_attention that of the whole sequence."
         )
     if columns == positions:

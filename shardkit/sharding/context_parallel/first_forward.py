@@ -16,6 +16,7 @@ from torch import nn
 from shardkit.distributed.nested import leaves, map_leaves
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
+from shardkit.sharding.context_parallel.groups import IGNORED
 from shardkit.sharding.context_parallel.region import Region, Slice
 from shardkit.signatures import signature
 
@@ -26,9 +27,6 @@ POSITIONS = 61
 ALLOWED = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Of the largest value, by dtype; other dtypes round more."""
 ALLOWED_IN_16_BITS = 5e-2
-
-IGNORED = -100
-"""The label of positions that are not learned from, in Transformers and in torch's cross entropy."""
 
 
 class FirstForward:
@@ -56,10 +54,11 @@ class FirstForward:
         # Lengths that differ also do after this: attention takes keys that are as long as the queries for slices.
         compared = {own: min(own, POSITIONS - number) for number, own in enumerate(sorted(lengths, reverse=True))}
         short = {id(one.own): _short(region, one, compared) for one in region.slices}
+        of_region = list(short.values())
         labels = short.get(id(names.get("labels")))
         if labels is not None and not labels.own.is_floating_point():
             apart = names["labels"].view_as(names["labels"])  # from the tokens, which often are the labels, too
-            short[id(apart)] = _labels_at_borders(region, labels)
+            of_region.append(short.setdefault(id(apart), _labels_at_borders(region, labels)))
             arguments, named = _with_labels(model, arguments, named, apart)
 
         def shortened(leaf: Any) -> Slice | None:
@@ -74,7 +73,7 @@ class FirstForward:
         given = (arguments, named)
         given_own = map_leaves(lambda leaf: leaf if (one := shortened(leaf)) is None else one.own, given)
         given_whole = map_leaves(lambda leaf: leaf if (one := shortened(leaf)) is None else one.whole, given)
-        with _evaluating(model), _slices(region, list(short.values())):
+        with _evaluating(model), _slices(region, of_region):
             of_slices = _of_slices(model, *given_own)
             with region.whole_sequences(enabled=False):
                 of_whole = model(*given_whole[0], **given_whole[1])

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
 from shardkit.sharding.context_parallel import transformers_masks
-from shardkit.sharding.context_parallel.first_forward import IGNORED, FirstForward
-from shardkit.sharding.context_parallel.region import Region, Slice
+from shardkit.sharding.context_parallel.first_forward import FirstForward
+from shardkit.sharding.context_parallel.groups import IGNORED
+from shardkit.sharding.context_parallel.region import Region
 from shardkit.signatures import signature
 
 
@@ -53,11 +54,36 @@ def _complete(region: Region | None, model: nn.Module, arguments: tuple[Any, ...
         return None
     known = signature(type(model).forward)
     given = known.bind_partial(model, *arguments, **named)
+    if _is_of_transformers(model):
+        _refuse_unfit(region, type(model).__name__, given)
     _set_positions(region, given)
     if _loss_of(model) == "ForCausalLMLoss":
         _drop_mask(region, given)
         _shift_labels(region, given)
     return given.args[1:], given.kwargs
+
+
+def _refuse_unfit(region: Region, name: str, given: BoundArguments) -> None:
+    """UsageError where a model of Transformers would take the arguments for those of something else."""
+    caches = [one for one in given.arguments.values() if hasattr(one, "get_seq_length")]  # named by version
+    if cached := max((one.get_seq_length() for one in caches), default=0):
+        raise UsageError(
+            f"context_parallel: {name} is given keys and values of earlier positions (got {cached} of them, as in "
+            "generate); call it outside of the region, where each rank has whole sequences."
+        )
+    if given.arguments.get("start_positions") is not None:
+        raise UsageError(
+            f"context_parallel: {name} learns where in a sequence something is (got start_positions), and each rank "
+            "would look for it in its slice; train this model with shardkit.mesh.context_size: 1."
+        )
+    found = _tensor_of_slices(region, given)
+    if found is not None and found[0].size(found[1]) == 1:
+        size = region.group.size
+        raise UsageError(
+            f"context_parallel: slices of one position (got sequences of {size}), which {name} takes for a step of "
+            f"generation; pad sequences to 2 positions a slice, as with pad_to_multiple_of={2 * size} of a tokenizer "
+            "or collator."
+        )
 
 
 def _loss_of(model: nn.Module) -> str | None:
@@ -67,16 +93,27 @@ def _loss_of(model: nn.Module) -> str | None:
 
 def _set_positions(region: Region, given: BoundArguments) -> None:
     """`position_ids`, where the forward takes them and the script gives none."""
-    takes = "position_ids" in given.signature.parameters
-    if takes and given.arguments.get("position_ids") is None and (own := _slice_among(region, given)) is not None:
-        each = own.own.size(own.dim)
+    if "position_ids" not in given.signature.parameters or given.arguments.get("position_ids") is not None:
+        return
+    if (found := _tensor_of_slices(region, given)) is not None:
+        tensor, dim = found
+        each = tensor.size(dim)
         start = region.group.rank * each
-        given.arguments["position_ids"] = torch.arange(start, start + each, device=own.own.device).unsqueeze(0)
+        given.arguments["position_ids"] = torch.arange(start, start + each, device=tensor.device).unsqueeze(0)
 
 
-def _slice_among(region: Region, given: BoundArguments) -> Slice | None:
-    found = (region.slice_of(value) for value in given.arguments.values())
-    return next((one for one in found if one is not None), None)
+def _tensor_of_slices(region: Region, given: BoundArguments) -> tuple[torch.Tensor, int] | None:
+    """An argument that is a slice of the region, or that a script has made of one (moved to a device, some of the
+    rows), with its dim of positions."""
+    values = [value for value in given.arguments.values() if isinstance(value, torch.Tensor)]
+    found = [(value, one.dim) for value in values if (one := region.slice_of(value)) is not None]
+    found += [
+        (value, one.dim)
+        for value in values
+        for one in region.slices
+        if one.dim < value.dim() and value.size(one.dim) == one.own.size(one.dim)
+    ]
+    return next(iter(found), None)
 
 
 def _shift_labels(region: Region, given: BoundArguments) -> None:

@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 
 from shardkit.config.schema import Config
-from shardkit.distributed.tensors import flat_bytes
+from shardkit.distributed import collectives
 from shardkit.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardkit.distributed.process import Process
+
+IGNORED = -100
+"""The label of positions that are not learned from, in Transformers and by default in torch's losses."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,11 @@ class ContextGroup:
 
     def gathered(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """The parts of all ranks of the group, joined along a dim; without gradients. Collective over the group."""
-        own = flat_bytes(part)
-        parts = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(parts, own, group=self.process_group)
-        return torch.cat([one.view(part.dtype).reshape(part.shape) for one in parts], dim)
+        return collectives.gather_one(part.detach(), dim, self.process_group)
+
+    def of_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of the group's first rank, on all of them; without gradients. Collective over the group."""
+        return collectives.broadcast_one(tensor, self.first, self.process_group)
 
 
 def build_group(config: Config, process: Process) -> ContextGroup:

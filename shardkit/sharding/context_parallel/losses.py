@@ -7,10 +7,7 @@ import torch
 from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
 
-from shardkit.sharding.context_parallel.groups import ContextGroup
-
-IGNORED = -100
-"""torch's default."""
+from shardkit.sharding.context_parallel.groups import IGNORED, ContextGroup
 
 torchs, torchs_nll = F.cross_entropy, F.nll_loss
 torchs_operator: Any = torch._C._nn.cross_entropy_loss
@@ -91,6 +88,27 @@ def linear_cross_entropy(
     more |= {"weight": weight, "ignore_index": ignore_index, "reduction": "sum" if is_mean else reduction}
     own = torchs_linear(input, linear_weight, target, **more)
     return _mean(group, own, target, weight, IGNORED if ignore_index is None else ignore_index) if is_mean else own
+
+
+def sum_slices(group: ContextGroup, own: torch.Tensor) -> torch.Tensor:
+    """The sum of the group's tensors, the same on all its ranks; its gradients, averaged over ranks, are those of one
+    process, where each rank goes on with it alike. Collective over the group."""
+    is_small = own.is_floating_point() and own.dtype.itemsize < 4
+    return _Sum.apply(own.float() if is_small else own, group).to(own.dtype)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over a group. Each of its ranks has the gradient of the sum; it counts once for each in the mean over
+    ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: ContextGroup) -> torch.Tensor:
+        ctx.size = group.size
+        return functional.wait_tensor(functional.all_reduce(own.contiguous(), "sum", group.process_group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.size, None
 
 
 def _mean(

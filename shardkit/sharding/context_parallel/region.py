@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardkit.distributed import control
 from shardkit.distributed.nested import leaves, map_leaves
-from shardkit.distributed.tensors import flat_bytes
 from shardkit.errors import UsageError
 from shardkit.sharding.context_parallel import torch_functions
 from shardkit.sharding.context_parallel.groups import ContextGroup
@@ -33,11 +31,11 @@ class Slice:
 class Region:
     """The regions of one run, one at a time."""
 
-    def __init__(self, group: ContextGroup, everyone: control.ControlGroup, device: torch.device) -> None:
+    def __init__(self, group: ContextGroup, everyone: control.ControlGroup) -> None:
         self.group = group
         self.slices: list[Slice] = []
         """Of the present region, or of the last one, which a backward may recompute."""
-        self.everyone, self._device = everyone, device
+        self.everyone = everyone
         self._left_to_compare = COMPARED
         self._is_inside = False
         torch_functions.note_forward(None)  # the last one was of another run of this process
@@ -127,6 +125,14 @@ class Region:
         """Notes a forward with gradients of a prepared model: a backward recomputes it as it was."""
         torch_functions.note_forward(torch_functions.current_group())
 
+    def sum_slices(self, own: torch.Tensor) -> torch.Tensor:
+        """The sum of the group's tensors, with gradients; outside of a region the tensor itself. Collective."""
+        if not self.is_active:
+            return own
+        from shardkit.sharding.context_parallel import losses  # not before: what it imports is slow to
+
+        return losses.sum_slices(self.group, own)
+
     def slice_of(self, tensor: Any) -> Slice | None:
         """What a tensor of the region is a slice of; None for another."""
         return next((one for one in self.slices if one.own is tensor), None)
@@ -146,12 +152,7 @@ class Region:
     def _same(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor of the group's first rank: what a script draws at random differs between ranks. One with gradients
         is this rank's own."""
-        if tensor.requires_grad:
-            return tensor
-        is_moved = tensor.device.type == "cpu" and not control.takes_host_memory()
-        sent = flat_bytes(tensor.to(self._device) if is_moved else tensor).clone()
-        dist.broadcast(sent, self.group.first, group=self.group.process_group)
-        return sent.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
+        return tensor if tensor.requires_grad else self.group.of_first(tensor)
 
     def _compare_shapes(self, tensors: Sequence[torch.Tensor]) -> None:
         """UsageError on all ranks where those of a group split tensors of different shapes, in the first regions."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils import checkpoint as checkpoints
 
 from shardkit.sharding.context_parallel.groups import ContextGroup
 from shardkit.sharding.hooks import wrap_backward
@@ -31,7 +32,8 @@ def current_group() -> ContextGroup | None:
 
 
 def note_forward(group: ContextGroup | None) -> None:
-    """Notes which group shares the sequences of a forward with gradients: a backward recomputes it as it was."""
+    """Notes which group shares the sequences of a forward with gradients: a backward that computes some of it again
+    without torch's checkpoint does so as it was."""
     _current.of_last_forward = group
 
 
@@ -58,6 +60,9 @@ def install() -> None:
     if losses.torchs_linear is not None:
         _replace(losses.torchs_linear, _asking(losses.torchs_linear, losses.linear_cross_entropy))
     torch.backends.mha.set_fastpath_enabled(False)  # of encoders in evaluation, which does without the first function
+    frame, function = checkpoints._CheckpointFrame, checkpoints.CheckpointFunction
+    frame.__init__ = _keeping_group(frame.__init__)  # type: ignore[method-assign]
+    function.forward = staticmethod(_keeping_group(function.forward))  # type: ignore[method-assign]
     wrap_backward(_run_backward)
 
 
@@ -92,7 +97,25 @@ def _asking(torchs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
     return run
 
 
+def _keeping_group(begin: Callable[..., Any]) -> Callable[..., Any]:
+    """What begins a checkpoint of torch's, as `begin(its own object, function, ...)`: the function runs again, in a
+    backward, with the sequences shared as they are now. Both that exist are replaced, not `checkpoint`, which models
+    may hold already."""
+
+    @wraps(begin)
+    def run(own: Any, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        group = _current.group
+
+        def as_now(*arguments: Any, **named: Any) -> Any:
+            with shared_by(group):
+                return function(*arguments, **named)
+
+        return begin(own, as_now, *arguments, **named)
+
+    return run
+
+
 def _run_backward(run: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-    """A backward recomputes what was checkpointed, also after the region."""
+    """A backward, also after the region, computes attention and losses as the last forward did."""
     with shared_by(_current.of_last_forward):
         return run(*arguments, **more)
