@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, nll_loss, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -253,6 +253,8 @@ def test_attention_equals_torchs_over_the_whole_sequence(ranks, size, name):
         torch.testing.assert_close(sum(torch.tensor(gradients[number]) for _, gradients in answers), whole.grad)
 
 
+HELD = (cross_entropy, nll_loss)
+"""As a script holds functions in default arguments and in what it makes before the Accelerator."""
 LOSSES = [{}, {"weight": "random"}, {"label_smoothing": 0.1}, {"ignore_index": 3}, {"reduction": "sum"}]
 
 
@@ -266,10 +268,11 @@ def loss_of_slice(named, function):
     with here.split([logits, targets], 1) as (own, own_targets):
         if function == "linear":
             loss = F.linear_cross_entropy(own.flatten(0, 1), torch.eye(5), own_targets.flatten(), **named)
-        elif function == "nll_loss":
-            loss = F.nll_loss(own.flatten(0, 1).log_softmax(-1), own_targets.flatten(), **named)
+        elif function.startswith("nll_loss"):
+            mean = HELD[1] if "held" in function else F.nll_loss
+            loss = mean(own.flatten(0, 1).log_softmax(-1), own_targets.flatten(), **named)
         else:
-            by_name = {"called": F.cross_entropy, "imported": cross_entropy}
+            by_name = {"called": F.cross_entropy, "imported": cross_entropy, "held": HELD[0]}
             loss = by_name[function](own.flatten(0, 1), own_targets.flatten(), **named)
     loss.backward()
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **named)
@@ -279,8 +282,8 @@ def loss_of_slice(named, function):
 
 @pytest.mark.parametrize(
     ("function", "named"),
-    [(function, named) for function in ("called", "imported") for named in LOSSES]
-    + [("nll_loss", named) for named in LOSSES if "label_smoothing" not in named],
+    [(function, named) for function in ("called", "imported", "held") for named in LOSSES]
+    + [(name, named) for name in ("nll_loss", "nll_loss, held") for named in LOSSES if "label_smoothing" not in named],
 )
 def test_the_mean_cross_entropy_is_that_of_the_whole_sequence(ranks, named, function):
     answers = ranks.run(2, loss_of_slice, named, function)

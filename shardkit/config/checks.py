@@ -7,6 +7,7 @@ first key, and omitted while one of its keys has an invalid value.
 import re
 import warnings
 from collections.abc import Collection, Iterator
+from math import gcd
 
 from shardkit.config.document import shortened
 from shardkit.config.findings import Finding
@@ -124,7 +125,8 @@ def _context(config: Config) -> Iterator[Finding]:
         yield Finding(keys, f"is not there for TPUs (got {size}); write 1, or leave it out.")
     elif total % size and not counts_devices(config):
         what = f"does not divide the number of ranks (got {size} of {total})"
-        yield Finding(("shardkit.mesh.context_size", "num_processes"), f"{what}; choose a divisor.")
+        remedy = f"choose a divisor, for one launch with --set shardkit.mesh.context_size={gcd(size, total)}"
+        yield Finding(("shardkit.mesh.context_size", "num_processes"), f"{what}; {remedy}.")
 
 
 def _offload(config: Config) -> Iterator[Finding]:

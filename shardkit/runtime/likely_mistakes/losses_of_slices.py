@@ -1,5 +1,7 @@
 """Notices losses of slices of sequences, which are no means of the same number of positions in each."""
 
+from math import isclose, isnan
+
 import torch
 
 from shardkit.distributed.control import ControlGroup
@@ -43,7 +45,11 @@ class LossesOfSlices:
         """Two losses of a group that are not the same."""
         size = self._region.group.size
         for first in range(0, len(losses), size):
-            low, high = min(own := losses[first : first + size]), max(own)
-            if high - low > _ALLOWED * max(abs(low), abs(high)):
-                return low, high
+            for other in losses[first + 1 : first + size]:
+                if not _are_close(losses[first], other):
+                    return losses[first], other
         return None
+
+
+def _are_close(one: float, other: float) -> bool:
+    return isclose(one, other, rel_tol=_ALLOWED) or (isnan(one) and isnan(other))

@@ -11,6 +11,7 @@ from shardkit.sharding.context_parallel.groups import IGNORED, ContextGroup
 
 torchs, torchs_nll = F.cross_entropy, F.nll_loss
 torchs_operator: Any = torch._C._nn.cross_entropy_loss
+torchs_nll_operator: Any = torch._C._nn.nll_loss_nd
 torchs_linear = getattr(F, "linear_cross_entropy", None)
 """With the last layer's product in it; there from torch 2.13 on."""
 
@@ -68,6 +69,21 @@ def cross_entropy_loss(
     if reduction != _MEAN or target.is_floating_point():
         return torchs_operator(input, target, weight, reduction, ignore_index, label_smoothing)
     own = torchs_operator(input, target, weight, _NONE, ignore_index, label_smoothing)
+    return _mean(group, own, target, weight, ignore_index)
+
+
+def nll_loss_nd(
+    group: ContextGroup,
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = _MEAN,
+    ignore_index: int = IGNORED,
+) -> torch.Tensor:
+    """The operator that `nll_loss` calls, as `cross_entropy_loss`."""
+    if reduction != _MEAN:
+        return torchs_nll_operator(input, target, weight, reduction, ignore_index)
+    own = torchs_nll_operator(input, target, weight, _NONE, ignore_index)
     return _mean(group, own, target, weight, ignore_index)
 
 

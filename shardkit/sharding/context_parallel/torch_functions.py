@@ -57,6 +57,7 @@ def install() -> None:
     _replace(losses.torchs, _asking(losses.torchs, losses.cross_entropy))
     torch._C._nn.cross_entropy_loss = _asking(losses.torchs_operator, losses.cross_entropy_loss)
     _replace(losses.torchs_nll, _asking(losses.torchs_nll, losses.nll_loss))
+    torch._C._nn.nll_loss_nd = _asking(losses.torchs_nll_operator, losses.nll_loss_nd)
     if losses.torchs_linear is not None:
         _replace(losses.torchs_linear, _asking(losses.torchs_linear, losses.linear_cross_entropy))
     torch.backends.mha.set_fastpath_enabled(False)  # of encoders in evaluation, which does without the first function
