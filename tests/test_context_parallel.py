@@ -549,6 +549,23 @@ def test_compiled_blocks_know_whether_sequences_are_shared(ranks, alone, evaluat
         assert found == pytest.approx([expected] * 3, rel=1e-5)
 
 
+def compiled_by_the_script():
+    accelerator = Accelerator(config=settings())
+    model, _, loader = parts(accelerator)
+    with accelerator.context_parallel(*next(iter(loader))) as own:
+        loss = torch.compile(loss_of, backend="eager")(model, *own)
+    accelerator.backward(loss)
+    return loss.item()
+
+
+@pytest.mark.slow
+def test_a_function_that_the_script_compiles_is_that_of_shared_sequences(ranks, alone):
+    accelerator = Accelerator(config={"distributed_type": "NO", "use_cpu": True})
+    model, _, loader = parts(accelerator)
+    expected = loss_of(model, *next(iter(loader))).item()
+    assert ranks.run(2, compiled_by_the_script) == pytest.approx([expected] * 2, rel=1e-5)
+
+
 # ---- Transformers ----
 
 
@@ -806,6 +823,13 @@ def misused(how):
             with accelerator.context_parallel(tokens) as own:
                 model(own)
                 model.module.generate(own, max_new_tokens=3)
+        if how == "other Accelerator":
+            with Accelerator(config=settings()).context_parallel(tokens) as own:
+                model(own)
+        if how == "number of labels":
+            model = accelerator.prepare(family("llama"))
+            with accelerator.context_parallel(tokens) as own:
+                model(own, labels=own, num_items_in_batch=torch.tensor(60))
         if how == "one position":
             with accelerator.context_parallel(tokens[:, :2]) as own:
                 accelerator.prepare(family("llama"))(own)
@@ -831,6 +855,8 @@ def misused(how):
             "generation",
             "is given keys and values of earlier positions (got 8 of them, as in generate)",
         ),
+        ("other Accelerator", "this Accelerator has prepared no model, and another one has; call context_parallel of"),
+        ("number of labels", "num_items_in_batch makes the loss a sum over this rank's slice, divided (got 60)"),
         ("one position", "slices of one position (got sequences of 2), which LlamaForCausalLM takes for"),
         ("span", "LlamaForQuestionAnswering learns where in a sequence something is (got start_positions)"),
         ("metrics", "the 2 ranks that share a sequence have different values"),
@@ -845,6 +871,14 @@ def test_misuse_is_refused_on_all_ranks(ranks, how, expected):
     ("given", "expected"),
     [
         ({"num_processes": 6, "shardkit": {"mesh": {"context_size": 4}}}, "does not divide the number of ranks (got 4"),
+        (
+            {
+                "num_processes": 8,
+                "num_machines": 4,
+                "shardkit": {"mesh": {"context_size": 4}, "launch": {"min_machines": 2}},
+            },
+            "does not divide the 6 ranks of an elastic run on fewer machines (got 4 of 6)",
+        ),
         ({"distributed_type": "XLA", "shardkit": {"mesh": {"context_size": 2}}}, "is not there for TPUs (got 2)"),
     ],
 )

@@ -51,6 +51,17 @@ def _warn_of_other_accelerator(run: Run) -> None:
         )
 
 
+def _refuse_region_of_other_accelerator(run: Run) -> None:
+    """UsageError where the models are those of another Accelerator, which know of its own regions alone."""
+    if run.region.group.size == 1 or run.models or run.evaluated:
+        return
+    if any(other.models for other in foreign_steps.others(run.accumulation)):
+        raise UsageError(
+            "context_parallel: this Accelerator has prepared no model, and another one has; call context_parallel of "
+            "that one."
+        )
+
+
 class TrainingStep(Topology):
     """Methods of a training step, between the forward of a micro-batch and `zero_grad`."""
 
@@ -139,6 +150,7 @@ class TrainingStep(Topology):
         Collective. Raises UsageError where a sequence or the heads do not divide, and on all ranks, in the first
         forward, where the model gives other values for slices than for whole sequences.
         """
+        _refuse_region_of_other_accelerator(self._run)
         with self._run.region.split(data, dim) as slices:
             yield slices[0] if len(slices) == 1 else tuple(slices)
 
@@ -160,6 +172,7 @@ class TrainingStep(Topology):
     ) -> AbstractContextManager[None]:
         """As `context_parallel`, under Accelerate's name: inside, the buffers themselves are the slices, along a dim
         each, and are whole again afterwards, but those of `no_restore_buffers`. Backward is inside, too. Collective."""
+        _refuse_region_of_other_accelerator(self._run)
         return self._run.region.split_in_place(buffers or [], buffer_seq_dims or [], no_restore_buffers or ())
 
     def verify_device_map(self, model: nn.Module) -> bool:

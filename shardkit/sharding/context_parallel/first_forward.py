@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from shardkit.distributed.nested import leaves, map_leaves
 from shardkit.errors import UsageError
@@ -47,6 +48,7 @@ class FirstForward:
             self._is_done = False  # for a script that goes on
             raise
 
+    @_disable_dynamo  # also where the script compiles what calls the model
     def _compare(self, region: Region, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         names = _by_name(model, arguments, named)
         _refuse_packed(region, names.get("position_ids"))

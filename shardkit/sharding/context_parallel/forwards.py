@@ -123,6 +123,12 @@ def _shift_labels(region: Region, given: BoundArguments) -> None:
     others = dict(given.arguments.get(more, {})) if more else {}
     if labels is None or others.get("shift_labels") is not None:
         return
+    if others.get("num_items_in_batch") is not None:
+        raise UsageError(
+            "context_parallel: num_items_in_batch makes the loss a sum over this rank's slice, divided (got "
+            f"{int(others['num_items_in_batch'])}); leave it out, for the mean of whole sequences, or compute the loss "
+            "outside of the model, with accelerator.sum_slices."
+        )
     found = region.slice_of(labels)
     if found is None or more is None:
         raise UsageError(
