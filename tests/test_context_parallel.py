@@ -343,6 +343,23 @@ def test_a_loss_of_slices_is_told(ranks):
     assert not others and "give to accelerator.sum_slices" in line
 
 
+def with_a_teacher(is_prepared):
+    accelerator = Accelerator(config=settings("FULL_SHARD", fsdp_activation_checkpointing=True))
+    model, teacher, (tokens, targets) = parts(accelerator)[0], Decoder(), samples()[:4]
+    if is_prepared:
+        teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+    with log_lines() as lines, accelerator.context_parallel(tokens, targets) as (tokens, targets):
+        accelerator.backward(loss_of(model, tokens, targets))
+        with torch.no_grad():
+            teacher(tokens)
+    return [line for line in lines if "outside of a prepared model's forward" in line]
+
+
+def test_a_model_in_the_region_that_was_not_prepared_is_told(ranks):
+    assert [len(lines) for lines in ranks.run(2, with_a_teacher, False)] == [1, 0]
+    assert ranks.run(2, with_a_teacher, True) == [[], []]
+
+
 # ---- groups and regions ----
 
 

@@ -28,7 +28,7 @@ class LossesOfSlices:
         if not self._left or not self._region.slices:
             return
         self._left -= 1
-        own = float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else 0.0
+        own = float(loss.detach()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else 0.0
         if (found := self._control.decide(own, self._different)) is None:
             return
         self._left = 0

@@ -13,11 +13,14 @@ from torch.nn import functional as F
 
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
-from shardkit.sharding.context_parallel import transformers_masks
+from shardkit.log import get_logger
+from shardkit.sharding.context_parallel import torch_functions, transformers_masks
 from shardkit.sharding.context_parallel.first_forward import FirstForward
-from shardkit.sharding.context_parallel.groups import IGNORED
+from shardkit.sharding.context_parallel.groups import IGNORED, ContextGroup
 from shardkit.sharding.context_parallel.region import Region
 from shardkit.signatures import signature
+
+log = get_logger(__name__)
 
 
 def watch(model: nn.Module, region: Region) -> None:
@@ -31,6 +34,24 @@ def watch(model: nn.Module, region: Region) -> None:
     target.register_forward_pre_hook(partial(_complete, region), prepend=True, with_kwargs=True)
     # After it, to run before it: whole sequences are compared with the arguments that the script gives.
     inner.register_forward_pre_hook(partial(_begin, region, FirstForward()), prepend=True, with_kwargs=True)
+    inner.register_forward_hook(_end, always_call=True)
+    torch_functions.call_at_unwatched(_Unwatched().tell)
+
+
+class _Unwatched:
+    """What is told, once, of attention in a region that no prepared model computes."""
+
+    def __init__(self) -> None:
+        self._is_told = False
+
+    def tell(self, group: ContextGroup) -> None:
+        if not self._is_told and group.rank == group.first == 0:
+            log.warning(
+                "context_parallel: attention runs outside of a prepared model's forward, so nothing gives it the "
+                "positions of its slice or compares it with whole sequences; prepare each model that has slices (a "
+                "teacher or reference: prepare_model(model, evaluation_mode=True)), and call others before the region."
+            )
+        self._is_told = True
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
@@ -40,12 +61,17 @@ def _is_of_transformers(module: nn.Module) -> bool:
 def _begin(
     region: Region | None, first: FirstForward, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
+    torch_functions.begin_watched()
     if region is None:  # in a pickle of the model
         return
     if torch.is_grad_enabled():
         region.note_forward()
     if region.is_active:
         first.check(region, model, arguments, named)
+
+
+def _end(*_: Any) -> None:
+    torch_functions.end_watched()
 
 
 def _complete(region: Region | None, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:

@@ -39,6 +39,7 @@ class Region:
         self._left_to_compare = COMPARED
         self._is_inside = False
         torch_functions.note_forward(None)  # the last one was of another run of this process
+        torch_functions.call_at_unwatched(None)
         if group.size > 1:
             torch_functions.install()
 

@@ -21,6 +21,10 @@ class _Current:
 
     group: ContextGroup | None = None
     of_last_forward: ContextGroup | None = None
+    watched: int = 0
+    """Forwards of prepared models, and backwards, that run now."""
+    on_unwatched: Callable[[ContextGroup], None] | None = None
+    """Called at attention outside of those, in a region."""
 
 
 _current = _Current()
@@ -29,6 +33,21 @@ _current = _Current()
 def current_group() -> ContextGroup | None:
     """The group that shares the sequences of what runs now; None outside of a region."""
     return _current.group
+
+
+def begin_watched() -> None:
+    """Notes that a prepared model's forward begins."""
+    _current.watched += 1
+
+
+def end_watched() -> None:
+    """Notes that it has ended."""
+    _current.watched = max(0, _current.watched - 1)
+
+
+def call_at_unwatched(call: Callable[[ContextGroup], None] | None) -> None:
+    """Has attention of shared sequences call this, outside of prepared models' forwards and of backwards."""
+    _current.watched, _current.on_unwatched = 0, call
 
 
 def note_forward(group: ContextGroup | None) -> None:
@@ -81,8 +100,11 @@ def _noting(attention: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(attention)
     def run(query: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and query.requires_grad:
-            _current.of_last_forward = _current.group
+        if not torch.compiler.is_compiling():
+            if torch.is_grad_enabled() and query.requires_grad:
+                _current.of_last_forward = _current.group
+            if _current.group is not None and _current.on_unwatched is not None and not _current.watched:
+                _current.on_unwatched(_current.group)
         return attention(query, *arguments, **named)
 
     return run
@@ -118,5 +140,9 @@ def _keeping_group(begin: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run_backward(run: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
     """A backward, also after the region, computes attention and losses as the last forward did."""
-    with shared_by(_current.of_last_forward):
-        return run(*arguments, **more)
+    begin_watched()
+    try:
+        with shared_by(_current.of_last_forward):
+            return run(*arguments, **more)
+    finally:
+        end_watched()
