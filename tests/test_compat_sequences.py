@@ -109,7 +109,7 @@ def trained(settings: dict[str, Any], sizes: dict[str, int] | None, samples: int
     loaders = [torch.utils.data.DataLoader(part, samples) for part in (data[:8], data[8:])]
     model = Attending()
     model, optimizer, *loaders = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.5), *loaders)
-    losses, repeated, right, predicted = [], [], [], []
+    losses, repeated, right, predicted, of_slices = [], [], [], [], []
     for batch in loaders[0]:
         tokens, labels, positions = buffers = batch_of(batch)
         with accelerator.maybe_context_parallel([*buffers], [1, 1, 1], no_restore_buffers={tokens}):
@@ -124,6 +124,7 @@ def trained(settings: dict[str, Any], sizes: dict[str, int] | None, samples: int
     model.eval()
     for batch in loaders[1]:
         tokens, labels, positions = buffers = batch_of(batch)
+        known = labels.detach()  # of whole sequences, as the Trainer keeps them
         items = accelerator.gather((labels != -100).sum()).sum() / shares.cp_size
         with torch.no_grad(), accelerator.maybe_context_parallel([*buffers], [1, 1, 1], {tokens, labels, positions}):
             logits = model(tokens, positions)
@@ -132,7 +133,8 @@ def trained(settings: dict[str, Any], sizes: dict[str, int] | None, samples: int
         repeated.append(accelerator.gather_for_metrics(loss.repeat(samples)))
         right.append(accelerator.gather_for_metrics(logits.argmax(-1) == labels).sum().item())
         texts = accelerator.gather_for_metrics(["text"] * len(batch), use_gather_object=True)
-        assert len(texts) == accelerator.gather_for_metrics(tokens).size(0)
+        assert len(texts) == accelerator.gather_for_metrics(tokens).size(0) * shares.cp_size
+        of_slices.append(torch.cat(accelerator.gather_for_metrics((logits.argmax(-1), tokens, known)), 1))
     for batch in loaders[1]:
         tokens, _, positions = batch_of(batch)
         with torch.no_grad():
@@ -143,6 +145,7 @@ def trained(settings: dict[str, Any], sizes: dict[str, int] | None, samples: int
         "evaluated": torch.cat(repeated).mean().item(),
         "right": right,
         "predicted": torch.cat(predicted),
+        "of slices": torch.cat(of_slices),
         "mesh": None if mesh is None else (mesh.mesh_dim_names, mesh["dp_cp"].size()),
         "rank": accelerator.context_parallel_rank,
         "shown": shares.to_json(),
@@ -172,10 +175,34 @@ def test_a_loop_that_splits_sequences_is_one_process(ranks, settings, sizes, wor
         assert one["losses"] == pytest.approx(alone["losses"], abs=1e-5)
         assert one["evaluated"] == pytest.approx(alone["evaluated"], abs=1e-5)
         assert one["right"] == alone["right"] and torch.equal(one["predicted"], alone["predicted"])
+        assert torch.equal(one["of slices"], alone["of slices"])
         assert one["rank"] == rank % 2 and one["same"]
         axis = "dp_replicate" if settings["distributed_type"] == "MULTI_CPU" else "dp_shard"
         assert one["mesh"] == (("cp",) if world == 2 else (axis, "cp"), world)
         assert one["shown"] | {"cp_size": 2, "sp_size": 1, f"{axis}_size": world // 2} == one["shown"]
+
+
+def gathered_of_batches_of_two_lengths():
+    """Of two groups, as the Trainer's evaluation: padded to the longest of all ranks, then gathered."""
+    accelerator = Accelerator(config=DDP | SHARED)
+    length, found = 4 + 4 * (accelerator.process_index // 2), {}
+    tokens = torch.arange(2 * length).view(2, length)
+    known = tokens.detach()
+    with accelerator.maybe_context_parallel([tokens], [1]):
+        found["split"], found["logits"] = tokens.clone(), tokens.unsqueeze(-1).expand(-1, -1, 3) + 0.5
+        found["other"] = tokens.sum(1, keepdim=True).expand(-1, 3)
+    found["whole"] = known
+    padded = {name: accelerator.pad_across_processes(one, dim=1, pad_index=-100) for name, one in found.items()}
+    return accelerator.gather_for_metrics(padded)
+
+
+def test_values_along_slices_are_those_along_sequences(ranks):
+    expected = torch.full((4, 8), -100)
+    expected[:2, :4], expected[2:] = torch.arange(8).view(2, 4), torch.arange(16).view(2, 8)
+    for found in ranks.run(4, gathered_of_batches_of_two_lengths):
+        assert torch.equal(found["split"], expected) and torch.equal(found["whole"], expected)
+        assert torch.equal(found["logits"][..., 2], torch.where(expected < 0, -100.0, expected + 0.5))
+        assert found["other"].shape == (8, 3)
 
 
 def sizes_that_are_not_those_of_the_ranks():

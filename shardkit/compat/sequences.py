@@ -17,6 +17,7 @@ from shardkit.runtime.communication import Communication
 from shardkit.runtime.eager import eager
 from shardkit.runtime.run import Run
 from shardkit.runtime.steps.training_step import TrainingStep
+from shardkit.sharding.context_parallel.region import Region
 
 
 class SharedSequences(TrainingStep, Communication):
@@ -45,15 +46,15 @@ class SharedSequences(TrainingStep, Communication):
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Iterable[torch.Tensor] | None = None,
     ) -> Iterator[None]:
-        """As shardkit's. From here to the next batch, `gather_for_metrics` has the values of all ranks. Collective."""
+        """As shardkit's. From here to the next batch, `gather_for_metrics` has the values of all slices. Collective."""
         self._split_at = _batch_of(self._run)
         with super().maybe_context_parallel(buffers, buffer_seq_dims, no_restore_buffers):
             yield
 
     @eager
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As shardkit's. Where the batch's sequences were split, values are those of slices, and each rank has its own:
-        all are returned, as by Accelerate. Collective."""
+        """As shardkit's. Where the batch's sequences were split, values along slices are joined to those of sequences.
+        Of others each rank has its own, and all are returned, as by Accelerate. Collective."""
         if self._run.region.group.size == 1 or self._split_at != _batch_of(self._run):
             return super().gather_for_metrics(input_data, use_gather_object)
         self._meet("gather_for_metrics")
@@ -77,7 +78,8 @@ def _batch_of(run: Run) -> int:
 
 
 def _of_slices(run: Run, data: Any, as_objects: bool) -> Any:
-    """All ranks' values in rank order, without those of the padding, which all ranks of a group have. Collective."""
+    """All ranks' values in rank order, without those of the padding, which all ranks of a group have; of a sequence
+    that slices make up, or that each rank of a group has whole, one. Collective."""
     if as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves(data)):
         real = padding.real_samples(run.loaders, data, as_objects)
         collectives.refuse_different([], "gather_for_metrics", run.same_data)
@@ -89,15 +91,41 @@ def _of_slices(run: Run, data: Any, as_objects: bool) -> Any:
         return [item for one, count in zip(everyone, counts, strict=True) for item in one[:count]]
     short, real = padding.short_batch(run.loaders, data), padding.real_samples(run.loaders, data, False)
     collectives.refuse_different(data, "gather_for_metrics", run.same_data)
+    size, dim, positions = run.region.group.size, *_positions(run.region)
 
     def real_part(tensor: torch.Tensor) -> torch.Tensor:
         rows = _by_rank(tensor if tensor.dim() else tensor.unsqueeze(0))
+        if (sequences := _sequences(rows, size, dim, positions)) is not None:
+            counts = _real(run, [tensor.size(0)] * len(rows), real and real.samples)[::size]
+            return torch.cat([one[:count] for one, count in zip(sequences, counts, strict=True)])
         each, all_real = [rows.size(1)] * rows.size(0), real and (real.samples if tensor.dim() else real.ranks)
         if short is not None and bool((rows == rows[:, :1]).all()):  # a loss, repeated for each sample of a whole batch
             each, all_real = _by_rank(torch.tensor([short[0]], device=tensor.device)).flatten().tolist(), short[1]
         return torch.cat([row[:count] for row, count in zip(rows, _real(run, each, all_real), strict=True)])
 
     return map_tensors(real_part, data)
+
+
+def _positions(region: Region) -> tuple[int, list[int]]:
+    """Along which dim the region's first tensor is split, and into how many positions on each rank. Collective."""
+    first = region.slices[0]
+    own = torch.tensor([first.whole.size(first.dim) // region.group.size], device=first.whole.device)
+    return first.dim, _by_rank(own).flatten().tolist()
+
+
+def _sequences(rows: torch.Tensor, size: int, dim: int, positions: list[int]) -> list[torch.Tensor] | None:
+    """Each group's values along whole sequences, from those of slices or of sequences that all its ranks have; None of
+    other values. `pad_across_processes` has made slices of different groups equally long: what it added goes last."""
+    longest, groups = max(positions), rows.split(size)
+    if dim == 0 or rows.dim() < dim + 2 or rows.size(dim + 1) not in (longest, longest * size):
+        return None
+    if rows.size(dim + 1) > longest:
+        return [one[0] for one in groups] if all(bool((one == one[:1]).all()) for one in groups) else None
+    joined = []
+    for one, each in zip(groups, positions[::size], strict=True):
+        parts = [row.tensor_split([each], dim) for row in one]
+        joined.append(torch.cat([real for real, _ in parts] + [added for _, added in parts], dim))
+    return joined
 
 
 def _by_rank(tensor: torch.Tensor) -> torch.Tensor:
