@@ -95,6 +95,8 @@ first = trainer(OUT / "first")
 first.train()
 first.save_model(str(OUT / "model"))
 found = {"losses": history(first)[0], "evaluated": history(first)[1], "steps": first.state.global_step}
+if KIND != "seq2seq":
+    found["predicted"] = first.predict(first.eval_dataset).predictions.std(2).ravel().tolist()
 if first.is_world_process_zero():
     for later in (OUT / "first").glob("checkpoint-*"):  # the newest is in the middle of the second epoch
         if later.name != "checkpoint-4":
