@@ -3,11 +3,15 @@
 import copy
 import io
 import logging
+import os
 import pickle
+import shutil
+import tempfile
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -565,6 +569,29 @@ def test_a_pickled_state_dict_holds_plain_things_and_sharded_ones_with_a_warning
         (text,) = told
         assert text.startswith("torch.save: sharded tensors are pickled, so this rank writes its own part")
         assert "accelerator.save_model(model, folder)" in text
+
+
+def written_by_safetensors() -> list[str]:
+    """What is said where a script writes sharded weights, and what is written of whole ones, on the ranks that have
+    them."""
+    accelerator, folder = accelerator_for(1), tempfile.mkdtemp()
+    model = accelerator.prepare(Net())
+    path = os.path.join(folder, "weights.safetensors")
+    told = [
+        refusal(lambda: safetensors.torch.save_file(model.state_dict(), path)),
+        refusal(lambda: safetensors.torch.save_model(model, path)),
+    ]
+    if whole := accelerator.get_state_dict(model):
+        safetensors.torch.save_file(whole, path)
+    shutil.rmtree(folder)
+    return told
+
+
+def test_sharded_weights_are_refused_where_safetensors_would_fail(ranks):
+    for told in ranks.run(2, written_by_safetensors):
+        for text in told:
+            assert text.startswith("safetensors: a sharded tensor has no memory of its own to write (got one of ")
+            assert "accelerator.get_state_dict(model) gives them to rank 0" in text
 
 
 def pickled_loss() -> tuple[list[str], str]:

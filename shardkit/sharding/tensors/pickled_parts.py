@@ -1,10 +1,11 @@
 """Says so when a script pickles sharded tensors, as `torch.save(model.state_dict(), path)` does: each rank writes its
 own part only, and without the files of all ranks the weights are lost. A rank that loads the part of another one stops:
-torch would take it for the rank's own. Copies by copy.deepcopy are of all ranks' parts."""
+torch would take it for the rank's own. Copies by copy.deepcopy are of all ranks' parts. Safetensors would write the
+memory of a tensor, which sharded ones do not have: that is refused."""
 
 import copyreg
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,12 +22,13 @@ log = get_logger(__name__)
 
 @cache
 def install() -> None:
-    """Makes pickling a sharded tensor log a warning, the first time, and loading another rank's an error. Has an effect
-    once per process."""
+    """Makes pickling a sharded tensor log a warning, the first time, and loading another rank's an error, as is writing
+    one by safetensors. Has an effect once per process."""
     for kind in (DTensor, ShardedParameter, CopiedPart):
         copyreg.pickle(kind, _reduced)
     DTensor.__setstate__ = _set_state  # type: ignore[method-assign, assignment]
     DTensor.__deepcopy__ = _deep_copy  # type: ignore[method-assign, assignment]
+    DTensor.storage = _refuse_to_safetensors  # type: ignore[method-assign, assignment]
 
 
 def _reduced(tensor: DTensor) -> Any:
@@ -55,6 +57,16 @@ def _deep_copy(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
         return torch.Tensor.__deepcopy__(tensor, memo)
     memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return memo[id(tensor)]
+
+
+def _refuse_to_safetensors(tensor: DTensor) -> NoReturn:
+    """What safetensors (seen in 0.8) asks for where a tensor has no memory of its own. Raises UsageError."""
+    raise UsageError(
+        f"safetensors: a sharded tensor has no memory of its own to write (got one of shape {tuple(tensor.shape)}); "
+        "give save_file whole tensors: accelerator.get_state_dict(model) gives them to rank 0, and peft's "
+        "get_peft_model_state_dict(model, state_dict=...) takes the adapters from these; or call "
+        "accelerator.save_model(model, folder). All ranks must call get_state_dict and save_model."
+    )
 
 
 @cache
