@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from shardkit.distributed import xla
+from shardkit.distributed import collectives, xla
 from shardkit.distributed.tensors import every_parameter, is_dtensor
 from shardkit.errors import CheckpointSaveError, UsageError
 from shardkit.runtime.run import OfModel, Run
@@ -48,7 +48,8 @@ class _SavePretrained:
     """The method of one module: collective. Raises CheckpointSaveError on all ranks where rank 0 cannot write.
 
     With a `state_dict`, which the script has gathered, it is the library's own method, and so inside of another module
-    that is being written. A forward that the library runs meanwhile is an error, which the library handles or not.
+    that is being written; a rank to which `get_state_dict` gave nothing writes nothing. A forward that the library runs
+    meanwhile is an error, which the library handles or not.
     """
 
     def __init__(self, of_model: OfModel, model: nn.Module, module: nn.Module) -> None:
@@ -60,6 +61,8 @@ class _SavePretrained:
         own = MethodType(getattr(type(self._module), _NAME), self._module)
         given = {**signature(own).bind(*args, **kwargs).arguments, **kwargs}
         if given.get("state_dict") is not None or isinstance(vars(self._module).get("state_dict"), _PartOf):
+            if given.get("state_dict") == {} and collectives.rank() > 0:
+                return None  # rank 0 has them: peft would miss them here, and others write a file without weights
             return own(*args, **kwargs)
         self.check(_NAME, sys._getframe(1))
         from shardkit.checkpoint.states import state  # not before: a script may never save
