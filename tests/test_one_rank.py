@@ -54,6 +54,7 @@ def found_in(text: str) -> list[str | None]:
         ("save() if accelerator.is_main_process else None", "1"),
         ("accelerator.is_main_process and save()", "1"),
         ("not accelerator.is_main_process or save()", "1"),
+        ("everyone = None\nif accelerator.is_main_process or everyone:\n    save()", "2"),
         ("[save() for _ in range(1) if accelerator.is_main_process]", "1"),
         ("while accelerator.is_main_process:\n    save()\n    break", "1"),
         ("try:\n    if accelerator.is_main_process:\n        save()\nfinally:\n    pass", "2"),

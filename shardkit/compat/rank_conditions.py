@@ -27,6 +27,8 @@ _QUIET = (
     *(ast.Name, ast.Attribute, ast.Constant, ast.Compare, ast.Set, ast.Tuple, ast.List, ast.UnaryOp, ast.BoolOp),
     *(ast.expr_context, ast.cmpop, ast.unaryop, ast.boolop),
 )
+_UNKNOWN = object()
+"""What stands for the value of an expression that cannot be evaluated; None is a value."""
 _MIRRORED = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
 _BOUNDS: dict[tuple[type[ast.cmpop], Any], bool] = {
     (ast.Lt, 1): True,
@@ -127,7 +129,7 @@ class Conditions:
             return True
         here = env.ranks()
         known = self._value(node)
-        return _last(node) in _NUMBERS and (here is None or known in (None, here.rank, here.local_rank))
+        return _last(node) in _NUMBERS and (here is None or known in (_UNKNOWN, None, here.rank, here.local_rank))
 
     def _meaning(self, node: ast.AST, depth: int) -> ast.expr | None:
         """What the script has assigned to this name, or returns from this function: if that is one expression."""
@@ -140,30 +142,30 @@ class Conditions:
         """Whether the condition has no calls, and has this value here: so on all ranks, if it does not depend on the
         rank."""
         found = self._value(condition)
-        return found is not None and bool(found) is value
+        return found is not _UNKNOWN and bool(found) is value
 
     def _value(self, node: ast.AST) -> Any:
-        """The value of an expression without calls; None if it cannot be evaluated."""
+        """The value of an expression without calls; _UNKNOWN if it cannot be evaluated."""
         if self.frame is None:
             return _without_a_run(node)
         if not isinstance(node, ast.expr):
-            return None
+            return _UNKNOWN
         if not all(isinstance(part, _QUIET) for part in ast.walk(node)):
-            return None
+            return _UNKNOWN
         known: dict[str, Any] = {**self.frame.f_globals, **self.frame.f_locals}
         try:
             return eval(compile(ast.Expression(node), "<condition>", "eval"), known)
         except Exception:
-            return None
+            return _UNKNOWN
 
 
-def _without_a_run(node: ast.AST) -> bool | None:
+def _without_a_run(node: ast.AST) -> Any:
     """The value of a comparison with another engine: in `is_main_process or distributed_type == DEEPSPEED` it does not
-    matter. None for other expressions."""
+    matter. _UNKNOWN for other expressions."""
     match node:
         case ast.Compare(left=left, ops=[ast.Eq() | ast.NotEq() as op], comparators=[right]):
-            return isinstance(op, ast.NotEq) if {_last(left), _last(right)} & _OTHER_ENGINES else None
-    return None
+            return isinstance(op, ast.NotEq) if {_last(left), _last(right)} & _OTHER_ENGINES else _UNKNOWN
+    return _UNKNOWN
 
 
 def _last(node: ast.AST) -> str:
