@@ -300,24 +300,40 @@ def test_what_is_no_model_is_not_unwrapped_and_has_no_weights(alone):
         accelerator.get_state_dict(optimizer)
 
 
-def test_a_sharded_model_is_not_pickled(alone):
-    model = Accelerator(config=FSDP).prepare(Model())
-    with pytest.raises(UsageError, match=r"torch.save: a sharded model cannot be pickled .* accelerator.save_model"):
+SHARDED = r"torch.save: a sharded model cannot be pickled .*save_model.* copy.deepcopy\(accelerator.unwrap_model\("
+
+
+def pickles(config, text):
+    accelerator = Accelerator(config=config)
+    model = accelerator.prepare(Model())
+    with pytest.raises(UsageError, match=text):
         pickle.dumps(model)
+    read = pickle.loads(pickle.dumps(copy.deepcopy(accelerator.unwrap_model(model))))
+    x = torch.ones(2, 6)
+    assert torch.equal(read(x), model(x)) and type(read) is Model
 
 
-def pickles_of_a_replica():
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [(FSDP, SHARDED), (DDP, r"torch.save: a model in DistributedDataParallel cannot be pickled .*unwrap_model")],
+    ids=["sharded", "replicated"],
+)
+def test_a_prepared_model_is_pickled_as_a_copy(ranks, config, text):
+    """The same call under every strategy."""
+    ranks.run(2, pickles, config, text)
+
+
+def copies_of_a_replica():
     accelerator = Accelerator(config=DDP)
     model = accelerator.prepare(Model())
-    for taken in (pickle.dumps, copy.copy):
-        with pytest.raises(UsageError, match=r"torch.save: a model in DistributedDataParallel cannot be pickled"):
-            taken(model)
+    with pytest.raises(UsageError, match=r"cannot be pickled or copied by copy.copy"):
+        copy.copy(model)
     x = torch.ones(2, 6)
     return torch.equal(pickle.loads(pickle.dumps(accelerator.unwrap_model(model)))(x), copy.deepcopy(model)(x))
 
 
 def test_a_replica_is_pickled_without_its_wrapper(ranks):
-    assert ranks.run(2, pickles_of_a_replica) == [True, True]
+    assert ranks.run(2, copies_of_a_replica) == [True, True]
 
 
 class WithModes(Model):

@@ -90,6 +90,53 @@ def test_a_script_may_say_that_a_last_batch_ends_no_window(is_set):
     torch.testing.assert_close(model.weight.detach(), expected)
 
 
+def cycle(loader):
+    while True:
+        yield from loader
+
+
+@pytest.mark.parametrize("ends_with_data", [True, False])
+def test_steps_that_a_loop_counts_itself_end_windows_or_are_refused(ends_with_data):
+    """Windows of four, the last one of two where the loader ends: the third step would be in the middle of one."""
+    config = {**PLAIN, "shardkit": {"end_window_with_data": ends_with_data}}
+    accelerator = Accelerator(config=config, gradient_accumulation_steps=4)
+    model, optimizer = parts(accelerator)
+    data = batches(10)
+    loader = cycle(accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=None)))
+
+    def train(steps):
+        for _ in range(steps):
+            for _ in range(4):
+                batch = next(loader)
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(2)
+    if ends_with_data:
+        found = "a step after 4 micro-batches, with micro-batch 2 of 4 of a window"
+        with pytest.raises(UsageError, match=rf"^optimizer step: .* \(got {found}\); .*end_window_with_data: false"):
+            train(1)
+    else:
+        train(3)
+        expected = by_hand([(2 * data)[start : start + 4] for start in range(0, 20, 4)])
+        torch.testing.assert_close(model.weight.detach(), expected)
+
+
+def test_steps_after_each_micro_batch_are_left_to_the_windows():
+    """Also where the script has skipped some: those of the last one of a window."""
+    accelerator = Accelerator(config=PLAIN, gradient_accumulation_steps=3)
+    model, optimizer = parts(accelerator)
+    for number, batch in enumerate(batches(12)):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+        if number not in (5, 6):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert accelerator.counters.step == 3
+
+
 def in_blocks(loader, size):
     """As scripts read that count the tokens of a step before its first micro-batch."""
     iterator = iter(loader)

@@ -117,6 +117,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         if closure is not None:
             self._refuse_closure()
         if self.accumulation.is_gathering():
+            self.accumulation.events.before_skipped_step()
             self._has_used_gradients = False  # those of the last step are gone by now, maybe by `model.zero_grad()`
             self.accumulation.turns.end(self)
             return None

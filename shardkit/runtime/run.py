@@ -32,6 +32,7 @@ from shardkit.runtime.likely_mistakes.same_data import SameData
 from shardkit.runtime.likely_mistakes.same_modules import SameModules
 from shardkit.runtime.likely_mistakes.same_weights import SameWeights
 from shardkit.runtime.likely_mistakes.schedule_lengths import ScheduleLengths
+from shardkit.runtime.likely_mistakes.steps_and_windows import StepsAndWindows
 from shardkit.runtime.likely_mistakes.whole_sequences import WholeSequences
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.nan_origin import NanOrigin
@@ -169,7 +170,10 @@ class Run:
         self.schedule_lengths = ScheduleLengths(self.accumulation, is_main)
         debugs = self.config.debug and self.config.mode != "xla"  # there each look would be a program of its own
         self.nan_origin = NanOrigin(self.counters, self.accumulation.loss_scale, control) if debugs else None
+        steps_and_windows = StepsAndWindows(self.accumulation)
+        self.events.before_skipped_step = steps_and_windows.check
         self.checks_before_step = (
+            steps_and_windows.check,
             EarlySteps(self.accumulation, self.loaders, keeps_batch, may_keep_it, is_main).check,
             self.same_modules.check,
             SameWeights(self.models, control).check,

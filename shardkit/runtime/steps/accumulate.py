@@ -89,7 +89,8 @@ class Accumulation:
         self._backwards = self._before_micro_batch = self._at_step = Backwards()
         self._is_own_backward = False
         self._window = _Window(steps, self._backwards, hooks.times_returned())
-        self._full_windows = 0
+        self.full_windows = 0
+        """Windows that were full, or were closed early."""
 
         self.optimizers: WeakSet[Any] = WeakSet()
         """The prepared optimizers, which add themselves."""
@@ -209,7 +210,7 @@ class Accumulation:
 
         Several optimizers may alternate in a window, so a backward in it may belong to another optimizer.
         """
-        return ("window", self._full_windows) if self._window.full_size else ("backward", self.backwards)
+        return ("window", self.full_windows) if self._window.full_size else ("backward", self.backwards)
 
     @property
     def backwards(self) -> int:
@@ -229,7 +230,7 @@ class Accumulation:
             return
         self._window.is_full = True
         self._window.full_size = self.counters.micro_step
-        self._full_windows += 1
+        self.full_windows += 1
 
     def unscale(self, optimizer: torch.optim.Optimizer, others: Sequence[torch.optim.Optimizer]) -> None:
         """Removes fp16's loss scale from the optimizer's gradients, but for parameters that the others have, too, which
@@ -241,6 +242,11 @@ class Accumulation:
                 "accelerator.backward(loss)."
             )
         self.loss_scale.unscale(optimizer, new.own > 0, others)
+
+    @property
+    def micro_batches_of_window(self) -> int:
+        """Micro-batches that the present window was to have when it began."""
+        return self._window.planned_size
 
     @property
     def backwards_outside_windows(self) -> int:
@@ -347,7 +353,7 @@ class Accumulation:
         window.loader, window.deferred = loader, ()
         window.is_full = is_last or self.counters.micro_step >= window.planned_size
         window.full_size = self.counters.micro_step if window.is_full else 0
-        self._full_windows += window.is_full
+        self.full_windows += window.is_full
         if not window.is_full:
             self.data.keep_open()
         self._note_batch(window.planned_size)

@@ -22,6 +22,8 @@ class StepEvents:
     before_step: Callable[[torch.optim.Optimizer], None] = _nothing
     """Called before each step of a prepared optimizer, with the one inside; raises UsageError or ModelError where it
     must not step on the present gradients. Collective in the first steps."""
+    before_skipped_step: Callable[[], None] = _nothing
+    """Called where a prepared optimizer does not step, since the window is not full; raises UsageError."""
     on_foreign_optimizer: Callable[[torch.optim.Optimizer], None] = _nothing
     """Called before the first step of an optimizer that was not prepared; raises where it must not step."""
     before_foreign_step: Callable[[], None] = _nothing

@@ -205,7 +205,7 @@ def _refuse_pickling(protocol: int) -> Any:
     raise UsageError(
         "torch.save: a sharded model cannot be pickled (got a prepared one); save its weights: "
         "accelerator.save_model(model, folder), or on rank 0 what accelerator.get_state_dict(model) returns there; or "
-        "save copy.deepcopy(model) on rank 0. All ranks must call these three."
+        "save copy.deepcopy(accelerator.unwrap_model(model)) on rank 0. All ranks must call these three."
     )
 
 
