@@ -571,6 +571,20 @@ def test_a_prepared_loader_is_not_changed_without_effect(name):
     assert flat(loader) == list(range(40))
 
 
+@pytest.mark.parametrize(("name", "value"), [("batch_size", 4), ("drop_last", True), ("sampler", range(8))])
+@pytest.mark.parametrize("has_own", [False, True])
+def test_the_batch_sampler_of_a_prepared_loader_is_not_changed_without_effect(name, value, has_own):
+    """As torch's DataLoader takes it, from one epoch to the next."""
+    data = range(8)
+    batches = BatchSampler(SequentialSampler(data), 2, False)
+    loader = DataLoader(data, batch_sampler=batches) if has_own else DataLoader(data, batch_size=2)
+    prepared_loader = prepare_loader(loader, 0, 1, CPU, 7)
+    assert flat(prepared_loader) == flat(copy.deepcopy(prepared_loader)) == list(data)
+    setattr(prepared_loader.batch_sampler, name, value)
+    with pytest.raises(UsageError, match=rf"^data: batch_sampler.{name} of a prepared loader cannot be changed; prep"):
+        next(iter(prepared_loader))
+
+
 def test_everything_nested_moves_to_the_device():
     pair = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
     moved = to_device({"a": [torch.ones(1), (torch.ones(2), 3)], "b": "text", "c": pair}, torch.device("meta"))

@@ -129,6 +129,12 @@ def batch_sampler_of(loader: DataLoader) -> Any:
     return own if loader.batch_sampler is None and isinstance(own, BatchSampler) else loader.batch_sampler
 
 
+def _grouping_of(batches: Any) -> dict[str, Any]:
+    """By name, how torch's BatchSampler groups samples; nothing of a script's own, which is iterated."""
+    names = ("sampler", "batch_size", "drop_last") if type(batches) is BatchSampler else ()
+    return {name: getattr(batches, name) for name in names}
+
+
 class SampledSource:
     """A map-style dataset in the order of a sampler of single indices, or (`has_batches`) of a custom batch sampler,
     whose batches are then the units of `layout.global_batch`."""
@@ -151,12 +157,15 @@ class SampledSource:
         self.units = sampler.epoch_length(user_sampler)
         self.sampler: str | None = type(user_sampler).__name__
         self._sampler, self._shares_of, self._has_batches = user_sampler, shares_of, has_batches
+        self._batches = batch_sampler_of(loader)
+        self._grouping = _grouping_of(self._batches)
         self._indices = CurrentIndices(loader)
         self.loader = _rebuilt(loader, **self._indices.as_argument())
 
     def pieces(self, seed: int, start: Position, is_moved: bool, is_inside: bool) -> Iterator[Piece]:
         """No batch is read ahead here, so random draws of samples stay in step with the loop; the shares say which
         batch is the last."""
+        self._refuse_changes()
         if start.dataset == EPOCH_IS_OVER:
             return
         order = self._known_order(seed, start) or self._drawn(seed, start)
@@ -197,6 +206,14 @@ class SampledSource:
             return sum(len(batch) for _ in range(batches) for batch in order.take(size))
         wanted, known = batches * self.total_batch_size, self._known_order(seed, start)
         return wanted if known is None else min(wanted, known.length)
+
+    def _refuse_changes(self) -> None:
+        """UsageError where the script has changed torch's batch sampler since prepare, which has read it."""
+        now = _grouping_of(self._batches)
+        for name in (name for name, value in self._grouping.items() if value != now[name]):
+            raise UsageError(
+                f"data: batch_sampler.{name} of a prepared loader cannot be changed; prepare a new DataLoader with it."
+            )
 
     def _known_order(self, seed: int, position: Position) -> sampler.Indexed | None:
         return sampler.indexed(self._sampler, seed, position.epoch, position.order)
