@@ -29,8 +29,9 @@ class StepsAndWindows:
             raise UsageError(
                 "optimizer step: it would be left out, since the loop's steps and the windows of accumulate() do not "
                 f"end together (got a step after {since} micro-batches, with micro-batch {now.counters.micro_step} of "
-                f"{now.micro_batches_of_window} of a window); call step() inside of accumulate(), in each micro-batch, "
-                "or set shardkit.end_window_with_data: false, with which windows go on after the end of a loader."
+                f"{now.micro_batches_of_window} of a window); call step() inside of accumulate(), in each micro-batch; "
+                "or make gradient_accumulation_steps the number that the loop counts, and set "
+                "shardkit.end_window_with_data: false where its windows go on after the end of a loader."
             )
         self._has_stepped = True
         self._micro_batches, self._full_windows = now.micro_batches, now.full_windows
