@@ -288,7 +288,7 @@ def test_prepared_optimizers_and_schedules_are_not_pickled(alone):
     optimizer = torch.optim.SGD(Model().parameters(), lr=0.1)
     for one in accelerator.prepare(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)):
         for taken in (pickle.dumps, copy.copy, copy.deepcopy):
-            with pytest.raises(UsageError, match=r"a prepared (SGD|StepLR) cannot be pickled .* its state_dict"):
+            with pytest.raises(UsageError, match=r"a prepared (SGD|StepLR) cannot be pickled.* its state_dict"):
                 taken(one)
 
 
@@ -300,7 +300,7 @@ def test_what_is_no_model_is_not_unwrapped_and_has_no_weights(alone):
         accelerator.get_state_dict(optimizer)
 
 
-SHARDED = r"torch.save: a sharded model cannot be pickled .*save_model.* copy.deepcopy\(accelerator.unwrap_model\("
+SHARDED = r"^pickle: a sharded model cannot be pickled.*save_model.* copy.deepcopy\(accelerator.unwrap_model\("
 
 
 def pickles(config, text):
@@ -315,7 +315,7 @@ def pickles(config, text):
 
 @pytest.mark.parametrize(
     ("config", "text"),
-    [(FSDP, SHARDED), (DDP, r"torch.save: a model in DistributedDataParallel cannot be pickled .*unwrap_model")],
+    [(FSDP, SHARDED), (DDP, r"^pickle: a model in DistributedDataParallel cannot be pickled.*unwrap_model")],
     ids=["sharded", "replicated"],
 )
 def test_a_prepared_model_is_pickled_as_a_copy(ranks, config, text):
@@ -326,7 +326,7 @@ def test_a_prepared_model_is_pickled_as_a_copy(ranks, config, text):
 def copies_of_a_replica():
     accelerator = Accelerator(config=DDP)
     model = accelerator.prepare(Model())
-    with pytest.raises(UsageError, match=r"cannot be pickled or copied by copy.copy"):
+    with pytest.raises(UsageError, match=r"cannot be pickled, .* or copied by copy.copy"):
         copy.copy(model)
     x = torch.ones(2, 6)
     return torch.equal(pickle.loads(pickle.dumps(accelerator.unwrap_model(model)))(x), copy.deepcopy(model)(x))

@@ -139,8 +139,9 @@ class Replica(DistributedDataParallel):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            "torch.save: a model in DistributedDataParallel cannot be pickled or copied by copy.copy (got a prepared "
-            "one); use the inner model: torch.save(accelerator.unwrap_model(model), path), or save its weights: "
+            "pickle: a model in DistributedDataParallel cannot be pickled, as by torch.save or for another process, or "
+            "copied by copy.copy (got a prepared one); use the inner model: "
+            "torch.save(accelerator.unwrap_model(model), path), or save its weights: "
             "accelerator.save_model(model, folder)."
         )
 

@@ -203,9 +203,10 @@ def _reduce_replicated(means: GradientMean, trace: Trace) -> None:
 
 def _refuse_pickling(protocol: int) -> Any:
     raise UsageError(
-        "torch.save: a sharded model cannot be pickled (got a prepared one); save its weights: "
-        "accelerator.save_model(model, folder), or on rank 0 what accelerator.get_state_dict(model) returns there; or "
-        "save copy.deepcopy(accelerator.unwrap_model(model)) on rank 0. All ranks must call these three."
+        "pickle: a sharded model cannot be pickled, as by torch.save or for another process (got a prepared one); save "
+        "its weights: accelerator.save_model(model, folder), or on rank 0 what accelerator.get_state_dict(model) "
+        "returns there; or save copy.deepcopy(accelerator.unwrap_model(model)) on rank 0. All ranks must call these "
+        "three."
     )
 
 
