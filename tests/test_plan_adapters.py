@@ -269,7 +269,10 @@ def without_blocks() -> nn.Module:
         ),
         (("--lora", "8", "--load-in-4bit", "--device", "tpu-v5p"), "bitsandbytes does not run on TPUs"),
         (("--model", f"{__name__}:half_frozen", "--lora", "8"), "half_frozen has frozen parameters already"),
-        (("--model", f"{__name__}:without_blocks", "--lora", "8"), "no linear layers in repeated blocks"),
+        (
+            ("--model", f"{__name__}:without_blocks", "--lora", "8"),
+            "--lora: no linear layer is in repeated blocks (got no --lora-targets); name some of 0, 2.",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(capsys, arguments, text):

@@ -24,8 +24,8 @@ _STORAGE, _WEIGHTS_OF_STORAGE = "bfloat16", 4
 
 @dataclass(frozen=True)
 class Adapters:
-    """`rank`: columns of the first matrix. `targets`: names of linear layers, or the last parts of names; none: all in
-    the model's repeated blocks. `are_packed`: whether the frozen weights of these blocks' linear layers have 4 bits.
+    """`rank`: the width between the two matrices. `targets`: names of linear layers, or the last parts of names; none:
+    all in the model's repeated blocks. `are_packed`: whether the weights of these blocks' linear layers have 4 bits.
     `dtype`: that of other frozen weights; adapters are in fp32."""
 
     rank: int
@@ -35,7 +35,7 @@ class Adapters:
 
     @property
     def text(self) -> str:
-        """What is trained, and how the rest is kept: `LoRA of rank 16 (q_proj, v_proj), the rest in 4 bits`."""
+        """What is trained, and how the rest is kept: `LoRA of rank 16 (q_proj), frozen weights in 4 bits`."""
         where = f" ({', '.join(self.targets)})" if self.targets else ""
         return f"LoRA of rank {self.rank}{where}" + (", frozen weights in 4 bits" if self.are_packed else "")
 
@@ -47,7 +47,7 @@ def adapted(description: ModelDescription, adapters: Adapters) -> ModelDescripti
     _check(description, adapters)
     tree = description.tree
     names = set(chosen(tree, adapters))
-    packed = {node.fqn for node in _linear_in_blocks(tree)} if adapters.are_packed else set()
+    packed = set(_linear_in_blocks(tree)) if adapters.are_packed else set()
     changed = _Changed(names, packed, adapters.rank, adapters.dtype).node(tree)
     not_so = (PARAMETERS_IN_FP32, QUANTIZATION_NOT_APPLIED)
     notes = tuple(note for note in description.notes if note not in not_so)
@@ -70,47 +70,37 @@ def _check(description: ModelDescription, adapters: Adapters) -> None:
 
 def chosen(tree: ModuleNode, adapters: Adapters) -> list[str]:
     """The full names of the layers that get adapters. UsageError where there are none, or not of a given name."""
-    if not adapters.targets:
-        found = [node.fqn for node in _linear_in_blocks(tree)]
-        if not found:
-            raise UsageError(
-                "--lora: the model has no linear layers in repeated blocks (got no --lora-targets); "
-                f"{_choose_from(_linear(tree))}"
-            )
-        return found
-    names = [node.fqn for node in _linear(tree)]
+    names = [node.fqn for node in tree.walk() if _is_linear(node)]
+    lasts = dict.fromkeys(name.rpartition(".")[2] for name in names)
+    known = f"name some of {first_few(lasts, 12)}." if lasts else "give another model."
     unknown = [one for one in adapters.targets if not any(_is_named(name, one) for name in names)]
-    if unknown:
-        lasts = dict.fromkeys(name.rpartition(".")[2] for name in names)
-        raise UsageError(
-            "\n".join(
-                f"--lora-targets: no linear layer has this name (got {one!r}); "
-                f"{near_or(one, lasts, _choose_from(_linear(tree)))}"
-                for one in unknown
-            )
-        )
-    return [name for name in names if any(_is_named(name, one) for one in adapters.targets)]
-
-
-def _choose_from(nodes: Iterator[ModuleNode]) -> str:
-    lasts = dict.fromkeys(node.fqn.rpartition(".")[2] for node in nodes)
-    return f"name some of {first_few(lasts, 12)}." if lasts else "give another model."
+    problems = [
+        f"--lora-targets: no linear layer has this name (got {one!r}); {near_or(one, lasts, known)}" for one in unknown
+    ]
+    found = [name for name in names if any(_is_named(name, one) for one in adapters.targets)]
+    if not adapters.targets:
+        found = _linear_in_blocks(tree)
+        problems += [] if found else [f"--lora: no linear layer is in repeated blocks (got no --lora-targets); {known}"]
+    if problems:
+        raise UsageError("\n".join(problems))
+    return found
 
 
 def _is_named(fqn: str, name: str) -> bool:
     return fqn == name or fqn.endswith(f".{name}")
 
 
-def _linear(tree: ModuleNode) -> Iterator[ModuleNode]:
-    return (node for node in tree.walk() if node.class_name in _LINEAR and node.alias_of is None)
+def _is_linear(node: ModuleNode) -> bool:
+    has_matrix = any(parameter.name == "weight" and len(parameter.shape) == 2 for parameter in node.parameters)
+    return node.class_name in _LINEAR and has_matrix and node.alias_of is None
 
 
-def _linear_in_blocks(tree: ModuleNode) -> Iterator[ModuleNode]:
+def _linear_in_blocks(tree: ModuleNode) -> list[str]:
     """Those inside of repeated blocks: not a head, which peft and bitsandbytes leave out too."""
-    return (node for node in inside_blocks(tree) if node.class_name in _LINEAR)
+    return [node.fqn for node in inside_blocks(tree) if _is_linear(node)]
 
 
-def columns(tree: ModuleNode) -> int:
+def between_matrices(tree: ModuleNode) -> int:
     """Elements per token between the matrices of all adapters, also of a model that peft has changed."""
     return sum(p.shape[0] for node in tree.walk() if f".{_FIRST}." in node.fqn for p in node.parameters)
 

@@ -109,7 +109,7 @@ def known_activations(
         return None
     is_autocast = config.mode != "fsdp" and dtypes(config).param in ("bf16", "fp16")
     size, shared_by = itemsize(compute_dtype(tree, config)), config.shardkit.mesh.context_size
-    trained = Trained(adapters.columns(tree) // facts.layers, _trains_norms(tree))
+    trained = Trained(adapters.between_matrices(tree) // facts.layers, _trains_norms(tree))
     return activations.of_transformer(facts, batch_size, tokens, size, loss, is_autocast, shared_by, trained)
 
 
