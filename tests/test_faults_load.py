@@ -17,7 +17,7 @@ from shardkit.checkpoint.loading import read
 from shardkit.checkpoint.saving import lock
 from shardkit.errors import CheckpointCorrupted, CheckpointError, CheckpointSaveError
 from shardkit.wording import counted
-from tests import checkpoints, forked
+from tests import checkpoints, forked, stores
 from tests.checkpoints import fill, prepared, values_in
 from tests.ranks import log_lines
 
@@ -529,3 +529,55 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(saved, fault, text
     assert outcomes[0].marks == {".".join(fault.split(":")[:2])}
     survivors = [outcome for outcome in outcomes if outcome.exit_code == 0]
     assert survivors and all(text in outcome.value[0] and outcome.value[1] for outcome in survivors), outcomes
+
+
+def a_run_in(folder, resume):
+    project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
+    settings = {"use_cpu": True, "distributed_type": "NO", "shardkit": {"checkpoint": {"resume": resume}}}
+    accelerator = Accelerator(config=settings, project_config=project)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    return accelerator
+
+
+@pytest.mark.fault_row(35)
+@pytest.mark.parametrize("resume", ["never", "auto"])
+@pytest.mark.parametrize("is_in_store", [False, True])
+def test_what_another_run_has_saved_since_this_one_began_is_not_replaced(tmp_path, resume, is_in_store):
+    place = stores.made(tmp_path) if is_in_store else tmp_path / "mine"
+    root = tmp_path / (stores.BUCKET if is_in_store else "mine") / "checkpoints"
+    other = a_run_in(tmp_path / "other", "never")
+    other.save_state()
+    other.end_training()
+    run = a_run_in(place, resume)
+    assert not run.resume()
+    shutil.copytree(tmp_path / "other" / "checkpoints" / "step-00000000", root / "step-00000007")
+    with pytest.raises(CheckpointSaveError, match=r"another run \(\w+\) has saved step 0 here .* since this run began"):
+        run.save_state()
+    run.end_training()
+    again = a_run_in(place, resume)
+    assert again.resume() == (resume == "auto")
+    again.save_state()
+    again.end_training()
+
+
+@pytest.mark.fault_row(35)
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_a_run_that_begins_where_another_saves_is_told_before_it_trains(tmp_path, resume, capsys):
+    ready, leave = forked.context.Event(), forked.context.Event()
+    process = forked.context.Process(target=hold_lock, args=(tmp_path / "checkpoints", ready, leave))
+    process.start()
+    try:
+        assert ready.wait(120)
+        run = a_run_in(tmp_path, resume)
+        run.resume()
+        assert f"another run (process {process.pid} on " in (told := capsys.readouterr().err)
+        assert "saves into this folder, and saves of this run fail as long as it does; use another folder" in told
+    finally:
+        leave.set()
+        process.join()
+    run.save_state()
+    run.end_training()
+    again = a_run_in(tmp_path, resume)
+    again.resume()
+    assert "another run" not in capsys.readouterr().err
+    again.end_training()

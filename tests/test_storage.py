@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardkit.checkpoint.files import folder, manifest, verify
 from shardkit.checkpoint.loading import locate
-from shardkit.checkpoint.saving import in_store, retention
+from shardkit.checkpoint.saving import claim, in_store, retention
 from shardkit.cli.main import run
 from shardkit.errors import (
     EXIT_CHECKPOINT,
@@ -370,12 +370,12 @@ def test_a_request_without_an_answer_is_told_while_it_lasts(root, monkeypatch, c
 
 
 def test_another_run_in_the_same_place_is_noticed(root, live):
-    claimed = in_store.claim(root, "mine", None)
+    mine = claim.begin(root)
     save_step(live, root, 1)
-    with pytest.raises(CheckpointSaveError, match=r"another run \(test\) saves into this folder \(step 1"):
-        in_store.claim(root, "mine", claimed)
-    assert in_store.claim(root, "test", claimed)
-    assert in_store.claim(root, "mine", None), "what was there before is no reason"
+    with pytest.raises(CheckpointSaveError, match=r"another run \(test\) has saved step 1 here .* since this run"):
+        claim.refuse_others(mine, "mine")
+    claim.refuse_others(mine, "test")
+    claim.refuse_others(claim.begin(root), "mine")  # what was there before is no reason
 
 
 def test_a_full_state_is_refused_in_words(root, live):

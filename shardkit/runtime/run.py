@@ -47,6 +47,7 @@ from shardkit.tracking.tracker import Tracker
 from shardkit.tracking.trackers import Trackers
 
 if TYPE_CHECKING:
+    from shardkit.checkpoint.saving.claim import Claim
     from shardkit.runtime.checkpoints.save_session import SaveSession
 
 
@@ -96,6 +97,8 @@ class Run:
     """State of saving and loading, from the first save or load on."""
     saving_alone: SaveSession | None = None
     """As `saving`, for saves that rank 0 makes without the others."""
+    claim: Claim | None = None
+    """On rank 0: the checkpoints in the project's folder that this run knows, from its first load or save on."""
     counters: Counters = field(default_factory=Counters)
     """Steps, micro-batches and samples so far."""
     mean_metric: Callable[[float], float] = collectives.mean_number

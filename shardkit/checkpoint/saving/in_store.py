@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from shardkit.checkpoint.files import disk, folder, manifest
 from shardkit.checkpoint.files.manifest import Manifest
-from shardkit.errors import CheckpointError, CheckpointSaveError
+from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
 from shardkit.storage import objects
 from shardkit.storage.objects import Seen
@@ -238,40 +238,3 @@ def remove(final: Url) -> None:
     objects.remove(final / manifest.NAME)
     objects.remove(files)
     objects.remove(mark)
-
-
-# ---- one run per folder ----
-
-
-@dataclass
-class Claim:
-    """The checkpoints in a folder that a run knows. A new one that is not from this run shows that another run saves
-    there."""
-
-    root: Url
-    known: set[str]
-
-
-def claim(root: Url, run_id: str, before: Claim | None) -> Claim:
-    """On rank 0, before a save: raises CheckpointSaveError if another run has saved here since this run began.
-
-    A store has no locks, so two runs in one folder are detected only when the second one has committed.
-    """
-    is_first = before is None or before.root != root
-    known: set[str] = set() if is_first or before is None else before.known
-    for found in folder.steps(root):
-        seen = objects.look(found.path / manifest.NAME)  # type: ignore[arg-type]
-        if seen is None or (mark := f"{found.path}:{seen.version}") in known:
-            continue
-        if not is_first:
-            try:
-                record = manifest.read(found.path)
-            except CheckpointError:
-                continue
-            if record.run_id != run_id:
-                raise CheckpointSaveError(
-                    f"checkpoint: {root}: another run ({record.run_id[:12]}) saves into this folder "
-                    f"(step {record.step}, {record.created_utc[:19]} UTC); use another folder."
-                )
-        known.add(mark)
-    return Claim(root, known)

@@ -7,6 +7,8 @@ import fcntl
 import json
 import os
 import socket
+import struct
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -109,6 +111,36 @@ def acquire(
             _is_locked(descriptor)  # closing any descriptor of the file has released the lock
     held.users += 1
     return Lock(path, key)
+
+
+def saver_of(root: Path) -> str | None:
+    """The other run that saves into this folder now; None where none does, or it is unknown."""
+    path = root / NAME
+    if Path(os.path.realpath(path)) in _held:  # its lock would end with the descriptor below
+        return None
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        holder = _holder(descriptor)
+        return _who(holder) if _is_locked_elsewhere(descriptor) and holder.get("run_id") != PRUNE else None
+    except OSError:  # the file system does not support locks
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked_elsewhere(descriptor: int) -> bool:
+    """Whether another process has the lock, without taking it. The fields of a `struct flock` differ by system."""
+    whole_file, kind = (0, 0, 0), fcntl.F_WRLCK
+    if sys.platform == "darwin":
+        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack("qqihh", *whole_file, kind, os.SEEK_SET))
+        found = struct.unpack("qqihh", answer)[3]
+    else:
+        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, *whole_file))
+        found = struct.unpack("hhqqi4x", answer)[0]
+    return bool(found != fcntl.F_UNLCK)
 
 
 def _opened(path: Path) -> int:

@@ -6,7 +6,7 @@ from shardkit.checkpoint.files import paths
 from shardkit.checkpoint.loading import locate, read
 from shardkit.checkpoint.loading.load_plan import LoadOptions
 from shardkit.checkpoint.loading.read import LoadedState
-from shardkit.checkpoint.saving import nan
+from shardkit.checkpoint.saving import claim, nan
 from shardkit.distributed import progress
 from shardkit.distributed.tensors import every_parameter
 from shardkit.errors import CheckpointError, CheckpointMissing, UsageError
@@ -14,7 +14,7 @@ from shardkit.log import get_logger
 from shardkit.runtime import settings
 from shardkit.runtime.checkpoints.beginning import joint_session
 from shardkit.runtime.checkpoints.save_session import SaveSession
-from shardkit.runtime.checkpoints.saving import live_of, root_of, wait
+from shardkit.runtime.checkpoints.saving import live_of, note_series, root_of, wait
 from shardkit.runtime.run import Run
 from shardkit.sharding import ddp_hooks
 from shardkit.sharding.gradient_sync import drop_unreduced
@@ -37,6 +37,7 @@ def load_state(run: Run, path: str | Path | None = None, *, data_position: bool 
     run.is_resumed = True
     place = paths.named(path, "load_state")
     session = begin_load(run, "load_state")
+    session.control.attempt(lambda: note_series(run))  # this load may be from elsewhere
     _refuse_hooks(run, place)
     _refuse_place(place, session)
     options = _options(run, session, data_position, strict)
@@ -51,6 +52,8 @@ def load_newest(run: Run, call: str, data_position: bool = True, strict: bool = 
     run.is_resumed = True
     root, session = root_of(run), begin_load(run, call)
     _refuse_hooks(run, root)
+    if failure := session.control.attempt(lambda: note_series(run)).failure:
+        raise CheckpointError(f"{failure}.")
     options = _options(run, session, data_position, strict)
     loaded = read.load_newest(live_of(run), root, session.control, options)
     if loaded is None:
@@ -106,6 +109,8 @@ def _loaded(run: Run, session: SaveSession, loaded: LoadedState) -> Place:
         )
     _warn_of_another_batch(run, loaded)
     run.loads += 1
+    if run.claim is not None:
+        claim.know(run.claim, loaded.checkpoint.path)
     progress.post("loaded", record.step)
     if run.process.rank == 0:
         log.info("checkpoint: loaded step %d from %s", record.step, loaded.checkpoint.path)

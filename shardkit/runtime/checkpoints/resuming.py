@@ -43,6 +43,7 @@ def _warn_of_what_is_there(run: Run) -> None:
     from shardkit.runtime.checkpoints import saving
 
     with suppress(ShardkitError, OSError):
+        saving.note_series(run)
         found = folder.steps(saving.root_of(run))
         attempt = env.get("TORCHELASTIC_RESTART_COUNT")
         if found and attempt not in (None, "", "0"):

@@ -5,7 +5,6 @@ from typing import Any
 
 from shardkit.checkpoint.loading.load_plan import Unfinished
 from shardkit.checkpoint.saving.async_save import AsyncSave
-from shardkit.checkpoint.saving.in_store import Claim
 from shardkit.checkpoint.saving.lock import Lock
 from shardkit.distributed.control import ControlGroup
 from shardkit.storage.url import Place
@@ -21,8 +20,6 @@ class SaveSession:
     background: AsyncSave | None = None
     lock: Lock | None = None
     parent: str | None = None
-    claim: Claim | None = None
-    """What lay in the store when this run began to save there."""
     last: Place | None = None
     """The checkpoint that this run saved last, if nothing was loaded since."""
     last_step: int | None = None

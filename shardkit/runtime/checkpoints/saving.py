@@ -10,7 +10,7 @@ import torch
 from shardkit.checkpoint.exporting import save_model as exporting
 from shardkit.checkpoint.files import folder, paths
 from shardkit.checkpoint.loading.load_plan import Unfinished
-from shardkit.checkpoint.saving import in_store, lock, write
+from shardkit.checkpoint.saving import claim, lock, write
 from shardkit.checkpoint.saving.async_save import AsyncSave
 from shardkit.checkpoint.saving.save_request import PreparedSave, SaveRequest
 from shardkit.checkpoint.states.replicas import Drift
@@ -208,15 +208,37 @@ def _request(run: Run, session: SaveSession, final: Place, output: str | Path | 
         keep_every=section.keep_every,
         unless_equal=session.last == final and not run.hooks.at_save,
         compare_buffers="buffers" not in session.has_warned_of,
-        claim=partial(_claim, session, final.parent) if output is None else lambda: None,
+        claim=partial(_claim, run, session, final.parent) if output is None else lambda: None,
     )
 
 
-def _claim(session: SaveSession, root: Place) -> None:
-    """Locks the folder for this run. On rank 0; CheckpointSaveError where another run holds the lock."""
-    if isinstance(root, Url):
-        session.claim = in_store.claim(root, session.run_id, session.claim)
+def note_series(run: Run) -> None:
+    """On rank 0, before a load: notes what is in the run's folder, the first time; warns where another run saves there
+    now. CheckpointError where it cannot be read."""
+    root = series_of(run.project)
+    if root is None or not run.process.is_main or run.claim is not None:
         return
+    run.claim = claim.begin(paths.absolute(root))
+    if isinstance(root, Path) and (who := lock.saver_of(root)):
+        log.warning(
+            "checkpoint: %s: %s saves into this folder, and saves of this run fail as long as it does; use another "
+            "folder, or start this run once that one has ended.",
+            root,
+            who,
+        )
+
+
+def _claim(run: Run, session: SaveSession, root: Place) -> None:
+    """Claims the folder for this run. On rank 0; CheckpointSaveError where another run saves there, or has since this
+    one began."""
+    if isinstance(root, Path):
+        _lock(session, root)
+    if run.claim is None or run.claim.root != root:
+        run.claim = claim.begin(root)
+    claim.refuse_others(run.claim, session.run_id)
+
+
+def _lock(session: SaveSession, root: Path) -> None:
     if session.lock is not None and session.lock.path.parent == root and session.lock.is_in_place():
         return
     folder.make(root)
