@@ -176,6 +176,17 @@ def test_limits_of_every_control_group_above_count(tmp_path, monkeypatch, own, f
     assert (found.memory_bytes, found.cores) == (2**30, 1)
 
 
+@pytest.mark.parametrize("name", ["memory/job/step/memory.oom_control", "job/step/memory.events", "memory.events"])
+def test_what_the_kernel_has_ended_for_lack_of_memory_is_counted(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(hardware, "_CGROUP", tmp_path)
+    monkeypatch.setattr(hardware, "_OWN_GROUPS", tmp_path / "cgroup")
+    (tmp_path / "cgroup").write_text("4:memory:/job/step\n0::/job/step\n")
+    assert hardware.memory_kills() == 0
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("oom_kill_disable 0\noom 5\noom_kill 3\n")
+    assert hardware.memory_kills() == 3
+
+
 # the script
 
 

@@ -778,6 +778,24 @@ def test_an_abort_after_a_timeout_of_nccl_is_known_by_the_log(tmp_path):
     assert "  then     rank 0 waited for it until a collective timed out, and aborted\n" in said
 
 
+@pytest.mark.parametrize(
+    ("code", "message", "kills", "is_told"),
+    [
+        (-9, "", 1, True),
+        (-9, "", 0, False),
+        (1, "DataLoader worker (pid(s) 7) exited unexpectedly", 2, True),
+        (1, "DataLoader worker (pid(s) 7) exited unexpectedly", 0, False),
+        (1, "module 'torch' has no attribute 'xla'", 1, False),
+    ],
+)
+def test_what_the_kernel_has_ended_for_lack_of_memory_is_named(code, message, kills, is_told):
+    own = RankError(0, "RuntimeError", message, "", "", 1, False, 1.0) if message else None
+    found = diagnosis.diagnose([RankOutcome(0, exit_code=code, error=own, memory_kills=kills), RankOutcome(1)])
+    said = diagnosis.render(found, 0.0, "runs/x")
+    assert ("the kernel has ended" in said) == is_told
+    assert ("killed by SIGKILL (by the kernel, for lack of memory)" in said) == (is_told and not message)
+
+
 @pytest.mark.fault_row(26)
 @pytest.mark.fault_row(27)
 @pytest.mark.parametrize(

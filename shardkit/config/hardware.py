@@ -189,6 +189,15 @@ def _memory_bytes() -> int:
     return min(limits, default=0)
 
 
+def memory_kills() -> int:
+    """How many processes of this control group the kernel has ended for lack of memory; 0 where it does not tell."""
+    for folder in _control_groups("memory"):
+        for name in ("memory.events", "memory.oom_control"):
+            if found := re.search(r"^oom_kill (\d+)$", _text(folder / name), re.MULTILINE):
+                return int(found[1])
+    return 0
+
+
 def _control_groups(controller: str) -> list[Path]:
     """The folders of this process's control group and of those above it: a limit of any of them applies.
 

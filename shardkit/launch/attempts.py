@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardkit import env, errors, open_files
-from shardkit.config import files
+from shardkit.config import files, hardware
 from shardkit.errors import EXIT_PREEMPTED, HangError, MachineError, Preempted, RankFailure, ShardkitError
 from shardkit.launch import declining, diagnosis, folders, hangs, names, rank_files, signals, start_methods, time_use
 from shardkit.launch.diagnosis import RankOutcome
@@ -223,7 +223,7 @@ def run_once(
     from shardkit.launch import ranks
     from shardkit.launch.store_client import Lost
 
-    limits = spec.launch
+    limits, killed_before = spec.launch, hardware.memory_kills()
     has_others, has_device = spec.num_machines > 1, spec.device != "cpu"
     monitor = Monitor(folder, log_dir, limits.hang_timeout_s, limits.stop_timeout_s, say, has_others, has_device)
     try:
@@ -235,7 +235,9 @@ def run_once(
                 ended = ranks.run(spec, start, machines, folder, restart, monitor)
             finally:
                 monitor.close()
-        report = report_of(monitor, ended, rank_files.read_errors(folder), started_s, folders.short(log_dir))
+        memory_kills = hardware.memory_kills() - killed_before
+        outcomes = outcomes_of(monitor, ended, rank_files.read_errors(folder), memory_kills)
+        report = report_of(monitor, outcomes, started_s, folders.short(log_dir))
         reports = machines.gather(f"{ranks.name_of(restart)}-end", report)
     except OSError as error:
         raise MachineError(
@@ -262,12 +264,10 @@ def text_of_loss(machines: "Meeting", lost: list[int]) -> str:
     )
 
 
-def report_of(
-    monitor: Monitor, ended: "EndedRanks", rank_errors: dict[int, rank_files.RankError], started_s: float, logs: str
-) -> dict[str, Any]:
+def report_of(monitor: Monitor, outcomes: tuple[RankOutcome, ...], started_s: float, logs: str) -> dict[str, Any]:
     """This machine's report on its ranks. Times are seconds since the common start."""
     return {
-        "outcomes": [asdict(outcome.shifted(-started_s)) for outcome in outcomes_of(monitor, ended, rank_errors)],
+        "outcomes": [asdict(outcome.shifted(-started_s)) for outcome in outcomes],
         "committed_step": newest_step(monitor),
         "is_hung": monitor.is_hung,
         "rows": [asdict(row.shifted(-started_s)) for row in monitor.rows or ()],
@@ -336,7 +336,7 @@ def signals_to(monitor: Monitor) -> Iterator[None]:
 
 
 def outcomes_of(
-    monitor: Monitor, ended: "EndedRanks", rank_errors: dict[int, rank_files.RankError]
+    monitor: Monitor, ended: "EndedRanks", rank_errors: dict[int, rank_files.RankError], memory_kills: int
 ) -> tuple[RankOutcome, ...]:
     """The outcome of each rank of this machine, from its exit code, the monitor and its own error report."""
     outcomes = []
@@ -356,6 +356,7 @@ def outcomes_of(
                 step=last.step,
                 since_s=last.since_s,
                 is_timed_out=code == -signal.SIGABRT and tells_of_timeout(names.log_path(monitor.log_dir, rank)),
+                memory_kills=memory_kills,
             )
         )
     return tuple(outcomes)

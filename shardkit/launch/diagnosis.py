@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from shardkit.errors import EXIT_CHECK_FAILED, EXIT_MACHINE
 from shardkit.launch.rank_files import RankError
+from shardkit.wording import counted
 
 _BY_A_SHARED_VALUE = 'decide by a value that is the same on all, as accelerator.reduce(value, "mean") is'
 
@@ -195,6 +196,8 @@ class RankOutcome:
     """When it entered its last phase."""
     is_timed_out: bool = False
     """Whether its log says that a collective timed out: NCCL then aborts the process."""
+    memory_kills: int = 0
+    """How many processes of the job on its machine the kernel has ended for lack of memory meanwhile."""
 
     @property
     def time_s(self) -> float:
@@ -257,7 +260,9 @@ def cause_of(outcome: RankOutcome) -> str:
     if _did_not_arrive(outcome):
         return "did not arrive: the other ranks timed out waiting for it, and the launcher killed it"
     if code is not None and code < 0:
-        return f"killed by {signal_name(-code)}{_SIGNAL_HINTS.get(-code, '')}"
+        is_for_memory = code == -signal.SIGKILL and outcome.memory_kills
+        hint = " (by the kernel, for lack of memory)" if is_for_memory else _SIGNAL_HINTS.get(-code, "")
+        return f"killed by {signal_name(-code)}{hint}"
     return f"exited with code {code} without a Python exception"
 
 
@@ -308,7 +313,8 @@ def _next_step(outcome: RankOutcome) -> str:
     """Advice for an error of torch whose message has none; empty if there is none."""
     error = outcome.error
     if error is None:
-        return _BY_EXIT_CODE.get(outcome.exit_code, "")
+        is_for_memory = outcome.exit_code == -signal.SIGKILL and outcome.memory_kills
+        return _on_memory(outcome) if is_for_memory else _BY_EXIT_CODE.get(outcome.exit_code, "")
     if error.message == "EOF when reading a line":
         return (
             "only rank 0 reads the terminal, where the launch has one: make the answer an argument of the script, "
@@ -327,7 +333,18 @@ def _next_step(outcome: RankOutcome) -> str:
     # torch.onnx's own message does not begin with the cause, which is in the traceback.
     text = error.traceback if error.kind == "TorchExportError" else error.message
     found = (advice for pattern, advice in _BY_MESSAGE if re.search(pattern, text))
-    return next(found, "")
+    return next(found, _on_memory(outcome))
+
+
+def _on_memory(outcome: RankOutcome) -> str:
+    """What to do where the kernel has ended processes for lack of memory: the rank, or a worker of its data loader."""
+    if not outcome.memory_kills:
+        return ""
+    return (
+        f"the kernel has ended {counted(outcome.memory_kills, 'process', 'processes')} of this job for lack of host "
+        "memory: give the job more (--mem, the container's limit), or use less: fewer workers of data loaders "
+        "(num_workers, prefetch_factor), fewer ranks on a machine"
+    )
 
 
 def saved(step: int) -> str:
