@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from shardkit.config.schema import Config
 from shardkit.errors import ConfigError, MachineError, Preempted
-from shardkit.launch import addresses, attempts, meeting, ranks, store_client, stores
+from shardkit.launch import addresses, attempts, meeting, ranks, reports, store_client, stores
 from shardkit.launch.monitor import SURVIVOR_GRACE_S
 from shardkit.launch.restarts import Restarts
 from shardkit.launch.spec import greeting, launch_spec
@@ -302,7 +302,7 @@ def test_a_machine_that_is_stopped_while_another_is_missing_is_named(tmp_path, n
 
 def test_the_machine_that_got_a_signal_is_named_on_the_others(monkeypatch, capsys, tmp_path):
     saved = Preempted("launch: stopped by a signal after step 3; saved in c, --resume auto continues from it.")
-    attempt = attempts.LaunchAttempt((), 0.0, 3, {}, stops={1: signal.SIGTERM})
+    attempt = reports.LaunchAttempt((), 0.0, 3, {}, stops={1: signal.SIGTERM})
     monkeypatch.setattr(attempts, "attempted", lambda *of: (attempt, saved))
     spec = launch_spec(config_of(0, 1), "train.py")
     for machine, says in ((0, "launch: machine 1 (b): SIGTERM there has stopped the run\n"), (1, "")):

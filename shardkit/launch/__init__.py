@@ -2,7 +2,7 @@
 hangs.
 
 before the start   flags, preflight, spec, environment, names; declining, where a machine cannot come
-one launch         attempts, restarts, folders, signals
+one launch         attempts, reports, restarts, folders, signals
 ranks              ranks, start_methods, forking, preloaded, processes, output, time_use; in each rank: bootstrap,
                    rank_files, phase_clock
 machines           meeting, stores, store_client, connectivity, addresses, ports
