@@ -712,6 +712,13 @@ def test_output_that_nobody_reads_is_no_failure(project, monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
+def test_an_error_that_nobody_reads_keeps_its_exit_code(project):
+    with output_nobody_reads() as stderr:
+        command = [sys.executable, "-m", "shardkit", "checkpoint", "verify", project / "nothing"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, check=False)
+    assert (done.returncode, done.stdout) == (EXIT_CHECKPOINT, b"")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
 def test_output_onto_a_full_disk_is_told(project, monkeypatch, capsys):
     with open("/dev/full", "w") as stdout:

@@ -58,7 +58,7 @@ def run(arguments: list[str]) -> int:
         sys.stdout.flush()  # here, where an error can still be reported
         return code
     except KeyboardInterrupt:
-        print(f"shardkit {verb}: stopped.", file=sys.stderr)
+        _say(f"shardkit {verb}: stopped.")
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader has closed the pipe
         _stop_printing()
@@ -67,13 +67,19 @@ def run(arguments: list[str]) -> int:
         if isinstance(error, OSError) and error.errno in FULL:
             _stop_printing()
         if told := _problem_of_machine(error):
-            if env.is_true("SHARDKIT_DEBUG"):
-                traceback.print_exc()
-            print(f"shardkit {verb}: {told}", file=sys.stderr)
+            _say(f"shardkit {verb}: {told}", has_traceback=env.is_true("SHARDKIT_DEBUG"))
             return EXIT_MACHINE
-        traceback.print_exc()
-        print("shardkit: this is a bug in shardkit; please report it with the lines above.", file=sys.stderr)
+        _say("shardkit: this is a bug in shardkit; please report it with the lines above.", has_traceback=True)
         return EXIT_BUG
+
+
+def _say(text: str, has_traceback: bool = False) -> None:
+    """Prints how a command ended, after the traceback of the present error. Where nobody reads it any more (a closed
+    terminal, `2>&1 | head -1`), the exit code says it alone."""
+    with suppress(OSError):
+        if has_traceback:
+            traceback.print_exc()
+        print(text, file=sys.stderr, flush=True)
 
 
 def _problem_of_machine(error: Exception) -> str | None:
@@ -114,9 +120,7 @@ def _answer(verb: str, arguments: list[str]) -> int:
         systems.check()
         return _call(verb, arguments)
     except ShardkitError as error:
-        if env.is_true("SHARDKIT_DEBUG"):
-            traceback.print_exc()
-        print(error, file=sys.stderr)
+        _say(str(error), has_traceback=env.is_true("SHARDKIT_DEBUG"))
         return error.exit_code
 
 
