@@ -154,3 +154,20 @@ def test_a_second_machine_0_is_refused_where_the_first_one_answers(network, tmp_
             one.close()
     said = rf"launch: machine_rank: 0 is that of another machine, which answers at {ADDRESSES[0]}:{PORT} \(got 0 here"
     assert re.search(said, both[1].text()), both[1].text()
+
+
+@pytest.mark.slow
+def test_a_wrong_machine_0_that_came_first_ends_once_the_right_one_answers(network, tmp_path):
+    flags = ["-n", "2", "--num-machines", "2", "--main", f"{ADDRESSES[0]}:{PORT}", "--machine-rank"]
+    both = [Running(folder(tmp_path, 1), words=network.command(1, *command(*flags, "0", script("world"))))]
+    try:
+        both[0].wait_for("waiting for")
+        both.append(Running(folder(tmp_path, 0), words=network.command(0, *command(*flags, "0", script("world")))))
+        assert both[0].end() == 4, both[0].text()
+        assert "launch: machine_rank: 0 is that of another machine, which answers at" in both[0].text()
+        again = command(*flags, "1", script("world"))
+        both.append(Running(folder(tmp_path, 1), words=network.command(1, *again)))
+        assert [one.end() for one in both[1:]] == [0, 0], both[1].text() + both[2].text()
+    finally:
+        for one in both:
+            one.close()

@@ -22,11 +22,13 @@ from shardkit.config.host_port import joined
 from shardkit.config.schema import Config
 from shardkit.errors import ConfigError, MachineError, ShardkitError
 from shardkit.launch import addresses, connectivity, stores
-from shardkit.launch.spec import LaunchSpec, rendezvous_of
-from shardkit.launch.store_client import POLL_S, Alarm, Lost, StoreClient
+from shardkit.launch.spec import LaunchSpec, Rendezvous, rendezvous_of
+from shardkit.launch.store_client import POLL_S, Alarm, Lost, StoreClient, unsealed
 from shardkit.launch.stores import Announcement, Say
 from shardkit.wording import first_few
 
+LOOK_S = 5.0
+"""How often a machine 0 that waits looks whether another one answers at its address."""
 DECLINE_S = 5.0
 """How long a machine that has failed its checks tries to tell the others: they are usually started within seconds."""
 
@@ -142,7 +144,7 @@ def opened(spec: LaunchSpec, greeting: dict[str, Any], say: Say) -> Iterator[Mee
     address = addresses.reached_by(host, store.host) if spec.machine_rank else host
     meeting = Meeting(spec.machine_rank, spec.num_machines, address, (store.host, 0), client)
     try:
-        assemble(meeting, greeting, say, spec.launch.meet_timeout_s)
+        assemble(meeting, greeting, say, spec.launch.meet_timeout_s, spec.rendezvous)
         yield meeting
     finally:
         client.close()
@@ -189,11 +191,11 @@ def _unsaid(text: str) -> None:
     """The machine's own problems are told, not those of telling them."""
 
 
-def assemble(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float) -> None:
+def assemble(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float, rendezvous: Rendezvous) -> None:
     """Wait for all machines, and check that they fit together. Raises MachineError or ConfigError."""
     try:
         with connectivity.open_to_others(meeting.address) as endpoint:
-            greet(meeting, {**greeting, "endpoint": endpoint}, say, timeout_s)
+            greet(meeting, {**greeting, "endpoint": endpoint}, say, timeout_s, rendezvous)
             refuse_who_is_not_reached(meeting, say)
     except Lost as lost:
         raise MachineError(
@@ -202,14 +204,18 @@ def assemble(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: fl
         ) from None
 
 
-def greet(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float) -> None:
+def greet(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float, rendezvous: Rendezvous) -> None:
     """Wait for all machines, and check that their versions and configurations are equal."""
     client = meeting.client
     assert client is not None
-    announcement = Announcement(say)
+    announcement, looked_s = Announcement(say), 0.0
 
     def waits(seconds: float, missing: list[int]) -> None:
+        nonlocal looked_s
         refuse_differences(client, client.collected("greeting"))
+        if meeting.machine == 0 and seconds - looked_s > LOOK_S:
+            refuse_second_machine_0(rendezvous, greeting)
+            looked_s = seconds
         here, who = meeting.machines - len(missing), ", ".join(map(str, missing))
         if seconds > timeout_s:
             text = f"launch: {here} of {meeting.machines} machines came within {timeout_s:g} s (missing: {who}); "
@@ -229,6 +235,16 @@ def greet(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float
     meeting.endpoints = {machine: found[machine]["endpoint"] for machine in found}
     endpoints = [endpoint for machine, endpoint in meeting.endpoints.items() if machine != meeting.machine]
     meeting.others = [endpoint[0] for endpoint in endpoints if endpoint]
+
+
+def refuse_second_machine_0(rendezvous: Rendezvous, greeting: dict[str, Any]) -> None:
+    """On machine 0, while it waits: raises MachineError where another machine has come by now that is machine 0, at the
+    address by which all reach it. A proxy at that address may lead to this machine itself."""
+    store = stores.elsewhere(rendezvous.host, rendezvous.port)
+    if store is not None and store.check(["machine/0"]):
+        there = unsealed(store.get("machine/0"))
+        if any(there[key] != greeting[key] for key in ("host", "pid")):
+            raise stores.second_machine_0(rendezvous.host, rendezvous.port)
 
 
 def refuse_who_is_not_reached(meeting: Meeting, say: Say) -> None:

@@ -49,23 +49,30 @@ def hosted(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> TCPSt
 def hosted_by_machine_0(host: str, port: int, bind_address: str | None, say: Say) -> TCPStore:
     """Machine 0's store, which other machines reach at this host and port. Raises MachineError where another machine
     has hosted one there: two would be machine 0, each of a run of its own."""
-    listens_on, address = listening_address(host, bind_address, say), addresses.resolve(host)
-    if address is not None and not addresses.is_here(address) and is_store(address, port):
-        raise MachineError(
-            f"launch: machine_rank: 0 is that of another machine, which answers at {joined(host, port)} (got 0 here, "
-            f"too: {joined(address, port)} is not this machine); give this one its own number with --machine-rank."
-        )
+    listens_on = listening_address(host, bind_address, say)
+    if elsewhere(host, port) is not None:
+        raise second_machine_0(host, port)
     return hosted(listens_on, port)
 
 
-def is_store(address: str, port: int) -> bool:
-    """Whether a store answers there. A proxy accepts connections also where nothing is behind it."""
-    if addresses.answers(address, port, CONNECT_S) is not None:
-        return False
+def elsewhere(host: str, port: int) -> TCPStore | None:
+    """The store that answers there, where that is not an address of this machine. A proxy accepts connections also
+    where nothing is behind it."""
+    address = addresses.resolve(host)
+    if address is None or addresses.is_here(address) or addresses.answers(address, port, CONNECT_S) is not None:
+        return None
     with contextlib.suppress(MachineError):
-        connected(address, port, lambda text: None)
-        return True
-    return False
+        return connected(address, port, lambda text: None)
+    return None
+
+
+def second_machine_0(host: str, port: int) -> MachineError:
+    """The error of a machine 0 where another machine answers at the host and port of machine 0."""
+    return MachineError(
+        f"launch: machine_rank: 0 is that of another machine, which answers at {joined(host, port)} (got 0 here, too: "
+        f"{joined(addresses.resolve(host) or host, port)} is not this machine); give this one its own number with "
+        "--machine-rank."
+    )
 
 
 def listening_address(host: str, bind_address: str | None, say: Say, given_by: str = "--main") -> str:
