@@ -557,6 +557,9 @@ def test_what_another_run_has_saved_since_this_one_began_is_not_replaced(tmp_pat
     again = a_run_in(place, resume)
     assert again.resume() == (resume == "auto")
     again.save_state()
+    shutil.copytree(tmp_path / "other" / "checkpoints" / "step-00000000", root / "step-00000008")
+    again.load_state()  # from here on it knows them
+    again.save_state()
     again.end_training()
 
 

@@ -98,7 +98,7 @@ class Run:
     saving_alone: SaveSession | None = None
     """As `saving`, for saves that rank 0 makes without the others."""
     claim: Claim | None = None
-    """On rank 0: the checkpoints in the project's folder that this run knows, from its first load or save on."""
+    """On rank 0: the checkpoints in the project's folder that this run knows, from a load or its first save on."""
     counters: Counters = field(default_factory=Counters)
     """Steps, micro-batches and samples so far."""
     mean_metric: Callable[[float], float] = collectives.mean_number

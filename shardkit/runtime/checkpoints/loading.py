@@ -52,6 +52,7 @@ def load_newest(run: Run, call: str, data_position: bool = True, strict: bool = 
     run.is_resumed = True
     root, session = root_of(run), begin_load(run, call)
     _refuse_hooks(run, root)
+    run.claim = None  # the run goes on from what is there now
     if failure := session.control.attempt(lambda: note_series(run)).failure:
         raise CheckpointError(f"{failure}.")
     options = _options(run, session, data_position, strict)

@@ -213,7 +213,7 @@ def _request(run: Run, session: SaveSession, final: Place, output: str | Path | 
 
 
 def note_series(run: Run) -> None:
-    """On rank 0, before a load: notes what is in the run's folder, the first time; warns where another run saves there
+    """On rank 0, before a load: notes what is in the run's folder, unless it has; warns where another run saves there
     now. CheckpointError where it cannot be read."""
     root = series_of(run.project)
     if root is None or not run.process.is_main or run.claim is not None:
