@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Iterable, Iterator
+from textwrap import dedent
 from typing import Any
 
 import shardkit
@@ -78,8 +79,18 @@ def _functions() -> Iterator[tuple[str, Any]]:
 def _table(rows: Iterable[tuple[str, Any]]) -> Iterator[str]:
     yield from ("| name | |", "|---|---|")
     for name, member in rows:
-        text = " ".join(str(inspect.getdoc(member)).split()).replace("|", "\\|")
-        yield f"| `{_call(name, member)}` | {text} |"
+        yield f"| `{_call(name, member)}` | {_in_a_cell(str(inspect.getdoc(member)))} |"
+
+
+def _in_a_cell(docstring: str) -> str:
+    """The paragraphs as one line; each line of indented code on a line of its own."""
+    parts = []
+    for paragraph in docstring.replace("|", "\\|").split("\n\n"):
+        if paragraph.startswith("    "):
+            parts.append("".join(f"<br>`{line}`" for line in dedent(paragraph).splitlines()) + "<br>")
+        else:
+            parts.append(" ".join(paragraph.split()))
+    return " ".join(parts)
 
 
 def _call(name: str, member: Any) -> str:

@@ -13,6 +13,11 @@ def test_a_page_made_from_the_code_is_up_to_date(name):
     assert (REFERENCE / name).read_text(encoding="utf-8") == PAGES[name](), "write it anew: make docs"
 
 
+def test_code_in_a_docstring_is_code_on_its_page():
+    page = PAGES["accelerator.md"]()
+    assert "<br>`with accelerator.context_parallel(tokens, targets) as (tokens, targets):`<br>`    loss = " in page
+
+
 PACKAGE = REFERENCE.parent.parent / "shardkit"
 FOLDERS = [path.parent.relative_to(PACKAGE).as_posix() for path in sorted(PACKAGE.glob("*/**/__init__.py"))]
 

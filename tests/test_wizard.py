@@ -257,6 +257,27 @@ def test_with_a_model_memory_fit_and_traffic_stand_beside_each_strategy(folder, 
     assert "activations of 2,048 tokens" in " ".join(shown.split())
 
 
+PAGE = (Path(__file__).parent.parent / "docs" / "how-to" / "configure.md").read_text()
+
+
+def test_the_page_shows_the_plain_session_as_it_is_printed(folder, capsys):
+    [block] = re.findall(r"^```text\n\$ shardkit config --plain\n(.*?)^```", PAGE, re.M | re.S)
+    prompt = re.compile(r"^((?:Answer|Choice) \[\w+\]: ?)(.*)\n", re.M)
+    (folder / "train.py").touch()
+    assert talk_plainly([typed for _, typed in prompt.findall(block)], CPU_ONLY) == 0
+    shown = prompt.sub(lambda found: found[1].rstrip() + " ", block).replace(" \\\n  ", " ")
+    assert capsys.readouterr().out == shown
+
+
+def test_the_page_shows_the_numbers_of_a_model_as_they_are_printed(folder, capsys):
+    rows = re.findall(r"^ [ >] (\d)\) (.* GiB.*)$", PAGE, re.M)
+    assert len(rows) == 8
+    several = ["several", "2", "node-a", "", "", "", "1", "one by one", *[""] * 8, "save"]
+    assert talk_plainly(several, model="gpt:layers=32,hidden=4096,heads=32") == 0
+    shown = capsys.readouterr().out
+    assert not [text for number, text in rows if f"  {number}. {text}" not in shown]
+
+
 @pytest.mark.parametrize(
     ("layers", "offloads", "said"),
     [(64, (False, True), "Optimizer state is in host memory: "), (112, (True, False), "CPU offload is on: ")],
