@@ -207,6 +207,7 @@ def test_what_to_change_when_it_does_not_fit(capsys):
         assert line.split()[0].startswith("-")
         assert line.split()[1] == "GiB"
         assert line.split()[2] in {"yes", "NO"}
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_changes_of_a_small_model_are_in_its_unit(capsys):
@@ -219,7 +220,7 @@ def test_a_change_that_saves_less_than_is_printed_is_not_minus_nothing(capsys):
     out = plan(
         capsys, "--model", "gpt:layers=1,hidden=64,heads=1", "--world", "7", "--batch-size", "1", "--device", "1GiB"
     )
-    assert re.search(r"^ +<0\.1 GiB  NO  --world 14 ", out, re.M)
+    assert re.search(r"^ +<0\.1 GiB  NO +--world 14 ", out, re.M)
     assert "-0.0" not in out
 
 
@@ -512,7 +513,7 @@ def test_a_change_to_host_memory_says_how_much(capsys):
     assert change["host_bytes"] == pytest.approx(16 * found["model"]["parameters"] / 8, rel=0.01)
     text = plan(capsys, *asked)
     line = text.index("fsdp_offload_params: true")
-    assert text[line:].splitlines()[1].strip() == "with 1,880 GiB a rank in the host's memory: more than its part"
+    assert text[line:].splitlines()[1].strip() == "with 1,880 GiB of host memory a rank: more than its part"
 
 
 def test_what_is_offloaded_is_compared_with_the_memory_of_the_machine(capsys):

@@ -205,6 +205,12 @@ def table(config: dict) -> list[str]:
     return summary.text(accelerator._run).splitlines()
 
 
+def test_the_table_counts_the_ranks_that_share_each_sequence_once(ranks):
+    text = "\n".join(ranks.run(2, table, FULL | {"shardkit": {"mesh": {"context_size": 2}}})[0])
+    assert "FULL_SHARD, mesh shard 2, sequences shared by 2 ranks" in text
+    assert "4 x 1 group of 2 ranks x 2 micro-batches = 8 samples a step" in text
+
+
 class Ready(Points):
     """Yields batches."""
 

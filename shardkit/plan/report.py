@@ -170,15 +170,17 @@ def _left_out(answer: Answer, counted: bool) -> str:
     """Which activations the table does not count."""
     unknown = [row for row in answer.rows if not row.memory.activations_known]
     gaps = dict.fromkeys(gap for row in unknown for gap in row.memory.gaps)
-    who = "" if len(unknown) == len(answer.rows) else f" ({', '.join(str(row.strategy.number) for row in unknown)})"
+    strategies = f"{'strategy' if len(unknown) == 1 else 'strategies'} "
+    strategies += " and ".join(str(row.strategy.number) for row in unknown)
+    whose = "" if len(unknown) == len(answer.rows) else f" under {strategies}"
     if not counted:
-        return f"Not counted{who}: {'; '.join(gaps)}. Without them the plan cannot say that a rank fits."
+        return f"Not counted{whose}: {'; '.join(gaps)}. Without them the plan cannot say that a rank fits."
     how = (
         "--strategy all simulates every strategy"
         if any(row.simulated for row in answer.rows)
         else "--simulate counts everything"
     )
-    return f"Peaks are lower bounds{who}; not counted: {'; '.join(gaps)}. {how}."
+    return f"A peak{whose} is a lower bound; not counted: {'; '.join(gaps)}. {how}."
 
 
 def _unit(largest: int) -> tuple[int, str]:
@@ -271,20 +273,21 @@ def _changes(answer: Answer) -> str:
         return ""
     chosen = answer.chosen_row
     peak = chosen.memory.peak.total
-    by_formula = ", by the closed form" if chosen.simulated else ""
+    by_formula = " and by the closed form" if chosen.simulated else ""
     scale, unit = _unit(peak)
     needs = f"{chosen.label} needs {peak / scale:,.1f} {unit}."
-    lines = wrap(f"{needs} Changes that lower it{by_formula} (plan KEY: VALUE by --set KEY=VALUE):", 80)
+    lines = wrap(f"{needs} Changes that lower it, each by itself{by_formula} (--set KEY=VALUE plans KEY: VALUE):", 80)
+    lines.append(f"{'effect':>12}  fits  change")
     for change in answer.changes:
         saved = change.saved_bytes / scale
         effect = f"-{saved:,.1f} {unit}" if saved >= 0.05 else f"<0.1 {unit}"
         parts = change.text.split(" and ")
-        lines.append(f"    {effect:>14}  {yes_no(change.fits):<4}{parts[0]}")
-        lines += [f"{'':>24}and {part}" for part in parts[1:]]
+        lines.append(f"{effect:>12}  {yes_no(change.fits):<4}  {parts[0]}")
+        lines += [f"{'':>20}and {part}" for part in parts[1:]]
         if change.host_bytes:
             over = "" if answer.request.rank_device.host_has_room(change.host_bytes) else ": more than its part"
-            held = f"{_number(change.host_bytes / scale)} {unit} a rank in the host's memory"
-            lines.append(f"{'':>24}with {held}{over}")
+            held = f"{_number(change.host_bytes / scale)} {unit} of host memory a rank"
+            lines.append(f"{'':>20}with {held}{over}")
     return "\n".join(lines)
 
 

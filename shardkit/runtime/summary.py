@@ -181,12 +181,14 @@ def _batch(process: Process, config: Config, loaders: Sequence[PreparedLoader]) 
     micro_batches = counted(steps, "micro-batch", "micro-batches")
     if not loaders:
         return f"{micro_batches} a step; no data loader prepared yet"
-    size, ranks = loaders[0].total_batch_size, process.world_size // config.shardkit.mesh.context_size
+    size, shared_by = loaders[0].total_batch_size, config.shardkit.mesh.context_size
+    count = process.world_size // shared_by
+    readers = counted(count, "rank") if shared_by == 1 else f"{counted(count, 'group')} of {shared_by} ranks"
     maker = loaders[0].dataset if loaders[0].has_ready_batches else loaders[0].batch_sampler
     if loaders[0].batch_size is None and getattr(maker, "batch_size", None) is None:
         each = "over" if config.shardkit.data.split_batches else "x"
-        return f"1 of {type(maker).__name__} {each} {counted(ranks, 'rank')} x {micro_batches} a step"
-    each = f"{size // ranks} x {counted(ranks, 'rank')}" if size % ranks == 0 else f"{size} over {ranks} ranks"
+        return f"1 of {type(maker).__name__} {each} {readers} x {micro_batches} a step"
+    each = f"{size // count} x {readers}" if size % count == 0 else f"{size} over {readers}"
     return f"{each} x {micro_batches} = {size * steps} samples a step"
 
 
