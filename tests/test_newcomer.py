@@ -530,7 +530,10 @@ def test_9_pages_wizard_and_plan_suggest_by_the_same_rule(folder, capsys):
 # --- 11: what README and tutorial print ---
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tutorials/first-run.md"])
+LONG = pytest.param("docs/how-to/long-sequences.md", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorials/first-run.md", LONG])
 def test_11_every_plan_in_order_in_a_fresh_folder_is_as_printed(page, folder, capsys):
     """The commands of a page, one after the other: what was configured before does not change what is printed."""
     (folder / ".git").mkdir()
