@@ -7,6 +7,7 @@ import typer
 
 from shardkit.cli.habits import COMMANDS, HABITS
 from shardkit.cli.main import run
+from shardkit.config.keys import NAMES_ELSEWHERE, all_keys
 from shardkit.errors import EXIT_CONFIG
 
 
@@ -17,6 +18,8 @@ from shardkit.errors import EXIT_CONFIG
         ("plan --cpu", "--device"),
         ("plan --gpu=h100", "--device"),
         ("plan --gradient-accumulation-steps 4", "--set shardkit.gradient_accumulation_steps=VALUE"),
+        ("plan --gradient-checkpointing", "--set fsdp.activation_checkpointing=VALUE"),
+        ("launch --cp-size 2 train.py", "--set shardkit.mesh.context_size=VALUE"),
         ("launch --num_gpus 2 train.py", "--num-processes"),
         ("config --num_processes 4", "--set num_processes=VALUE"),
         ("submit --partition gpu train.py", "--option partition=VALUE"),
@@ -44,6 +47,15 @@ def test_an_unknown_option_is_told_with_the_one_that_is_meant(command, meant, ca
 def test_a_command_by_the_name_that_other_tools_give_it_is_told_with_ours(command, says, capsys):
     assert run(command.split()) == EXIT_CONFIG
     assert capsys.readouterr().err.rstrip().endswith(says)
+
+
+def test_a_setting_by_the_name_that_other_tools_give_it_is_told_with_ours(tmp_path, capsys):
+    assert run(["config", "show", "--set", "cp_size=2"]) == EXIT_CONFIG
+    assert "did you mean shardkit.mesh.context_size?" in capsys.readouterr().err
+    (tmp_path / "shardkit.yaml").write_text("fsdp_config:\n  gradient_checkpointing: true\n")
+    assert run(["config", "validate", str(tmp_path / "shardkit.yaml")]) == EXIT_CONFIG
+    assert "did you mean fsdp_config.fsdp_activation_checkpointing?" in capsys.readouterr().err
+    assert all(key in {one.name for one in all_keys().values()} for key in NAMES_ELSEWHERE)
 
 
 @pytest.mark.parametrize("verb", COMMANDS)

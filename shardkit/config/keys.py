@@ -112,9 +112,30 @@ def resolve_name(dotted: str) -> Path | None:
     return path
 
 
+NAMES_ELSEWHERE = {
+    "fsdp.activation_checkpointing": ("gradient_checkpointing", "checkpoint_activations", "recompute_activations"),
+    "shardkit.compile": ("torch_compile",),
+    "shardkit.gradient_accumulation_steps": ("accumulate_grad_batches", "gradient_accumulation", "grad_accum"),
+    "shardkit.mesh.context_size": (
+        "cp_size",
+        "sp_size",
+        "context_parallel_size",
+        "context_parallel_degree",
+        "sequence_parallel_size",
+        "ulysses_size",
+        "ulysses_sequence_parallel_size",
+    ),
+    "shardkit.checkpoint.keep_last": ("save_total_limit", "total_limit", "save_top_k"),
+}
+"""By setting: what other tools call it. Not read, only suggested."""
+
+
 def whole_name(part: str) -> str | None:
     """The full name of the setting whose name ends like this, such as `keep_last` or `checkpoint.keep_last`, in either
-    spelling, allowing typos and a missing end; None if nothing is near."""
+    spelling, allowing typos and a missing end, or that other tools call so; None if nothing is near."""
+    last = part.rpartition(".")[2].lower()
+    if elsewhere := next((name for name, words in NAMES_ELSEWHERE.items() if last in words), None):
+        return elsewhere
     near = _begun(part, _ends()) or get_close_matches(part.lower(), _ends(), 1, 0.75)
     return _ends()[near[0]] if near else None
 
