@@ -23,6 +23,7 @@ from shardkit.plan.activations import Loss
 from shardkit.plan.answer import Answer, PlanRequest, possible_strategies, row, to_json
 from shardkit.plan.answering import SimulationOptions, answer
 from shardkit.plan.notes import check_seq_len, frozen_in_fp32
+from shardkit.plan.png import figure_of
 from shardkit.plan.rank_memory import CATEGORIES, Memory, Moment, RankMemory
 from shardkit.plan.report import render
 from shardkit.plan.request import build, configuration
@@ -1322,6 +1323,20 @@ def test_the_scale_of_a_picture_is_in_the_units_of_its_sizes():
 def test_the_picture_as_png(capsys):
     plan(capsys, "--model", SMALL, "--world", "2", "--device", "l4", "--plot", "plan.png")
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_texts_of_a_png_are_inside_of_it(capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    found = []
+    monkeypatch.setattr("shardkit.plan.picture.save_png", lambda answer, path: found.append(answer))
+    sizes = ("--model", "gpt-175b", "--world", "128", "--device", "h100-80", "--batch-size", "1")
+    plan(capsys, *sizes, "--plot", "plan.png")
+    figure = figure_of(found[0])
+    figure.canvas.draw()
+    bars = figure.axes[1]
+    shown = [text.get_window_extent() for text in bars.texts]
+    assert len(shown) == 5 and max(box.x1 for box in shown) < bars.get_window_extent().x1
 
 
 def test_a_chart_that_cannot_be_written_is_refused_before_the_plan(capsys):

@@ -28,6 +28,11 @@ _NARROW = 0.06
 
 def save_png(answer: Answer, path: Path) -> None:
     """Writes the chart to the file."""
+    figure_of(answer).savefig(path, dpi=120)
+
+
+def figure_of(answer: Answer) -> Any:
+    """The chart as a figure of matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 8.5), layout="constrained")
@@ -35,7 +40,7 @@ def save_png(answer: Answer, path: Path) -> None:
     figure.suptitle("\n".join(wrap(title(answer), 100)))
     _draw_timeline(answer, over_time)
     _draw_bars(answer, side_by_side)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def _draw_timeline(answer: Answer, axes: Any) -> None:
@@ -79,7 +84,7 @@ def _draw_bars(answer: Answer, axes: Any) -> None:
     if limit and shows_limit:
         axes.axvline(limit / scale, color="black", linestyle="--")
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * most)
+    axes.set_xlim(0, 1.3 * most)  # room for the longest text
     for row, name in zip(answer.rows, names, strict=True):
         end = min(row.memory.peak.total / scale, most)
         cut = " (cut off)" if row.memory.peak.total > bars_maximum(answer) else ""
