@@ -67,6 +67,10 @@ def test_a_setting_acts_or_is_noted(engine, setting):
         ("shardkit: {launch: {lost_timeout_s: 4}}\n", "lost_timeout_s: has no effect without min_machines, which"),
         ("use_cpu: true\nenable_cpu_affinity: true\n", "enable_cpu_affinity: has no effect on the CPU"),
         ("use_cpu: true\ngpu_ids: 0,1\n", "gpu_ids: has no effect on the CPU"),
+        (
+            "use_cpu: true\nshardkit: {offload_activations: true}\n",
+            "offload_activations: saves nothing on the CPU, whose",
+        ),
         ("use_cpu: true\nshardkit: {offload_optimizer: true}\n", "offload_optimizer: has no effect on the CPU, whose"),
         (
             "num_processes: 2\nfsdp_config: {fsdp_offload_params: true}\nshardkit: {offload_optimizer: true}\n",

@@ -154,6 +154,12 @@ def _of_machines(config: Config) -> Iterator[Rule]:
         "use_cpu",
     )
     yield Rule(
+        ("shardkit.offload_activations",),
+        not runs_on_cpu(config),
+        "saves nothing on the CPU, whose memory is the host's; steps are slower.",
+        "use_cpu",
+    )
+    yield Rule(
         ("shardkit.offload_optimizer",),
         not runs_on_cpu(config),
         "has no effect on the CPU, whose memory is the host's.",
