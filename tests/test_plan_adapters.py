@@ -72,7 +72,7 @@ def test_the_tree_is_that_of_the_model_that_peft_makes(family, targets, tmp_path
     with torch.device("meta"):
         model = built(family, tmp_path)
     description = ModelDescription("", "", tree_of(model))
-    adapters = Adapters(4, targets, dtype="bfloat16")
+    adapters = Adapters(4, targets, compute="bf16")
     layers = chosen(description.tree, adapters)
     with torch.device("meta"):
         live = worker._adapted(model, adapters)
@@ -98,7 +98,7 @@ def test_a_head_that_is_tied_to_a_table_stays_tied(is_tied):
 def test_weights_in_4_bits_have_half_a_byte_and_scales_that_every_rank_holds():
     """NF4 with double quantization: one byte for 64 weights, and 4 for 256 of these bytes."""
     whole = describe(SPEC)
-    description = adapted(whole, Adapters(8, are_packed=True, dtype="bfloat16"))
+    description = adapted(whole, Adapters(8, are_packed=True, compute="bf16"))
     assert from_json(to_json(description)) == description
     matrices, columns = 3 * 12 * 64 * 64, 3 * 8 * (64 + 192 + 64 + 64 + 64 + 256 + 256 + 64)
     assert description.numel == whole.numel + columns
@@ -134,7 +134,7 @@ def test_a_product_unpacks_one_weight_at_a_time():
     config = Config(mixed_precision="bf16", num_processes=2)
     peaks = [
         estimate(adapted(describe(SPEC), adapters).tree, config, world_size=2).memory.timeline
-        for adapters in (Adapters(8, dtype="bfloat16"), Adapters(8, are_packed=True, dtype="bfloat16"))
+        for adapters in (Adapters(8, compute="bf16"), Adapters(8, are_packed=True, compute="bf16"))
     ]
     moment = "backward", "blocks.1"
     plain, packed = (next(m.memory.gathered for m in line if (m.phase, m.unit) == moment) for line in peaks)
@@ -148,8 +148,7 @@ def test_a_product_unpacks_one_weight_at_a_time():
 def test_what_blocks_with_adapters_save_is_that_of_a_simulated_step(family, precision, tmp_path):
     file = config_file(family, tmp_path, num_hidden_layers=6) if family != "gpt" else None
     spec = str(file or "gpt:layers=6,hidden=64,heads=4,vocab=100,seq=32")
-    dtype = "bfloat16" if precision == "bf16" else "float32"
-    adapters = Adapters(8, dtype=dtype)
+    adapters = Adapters(8, compute="bf16" if precision == "bf16" else "fp32")
     request = PlanRequest(
         adapted(describe(spec), adapters),
         Config(num_processes=2, mixed_precision=precision),
@@ -179,7 +178,7 @@ def of_a_block(memory: RankMemory) -> float:
 
 @pytest.mark.slow
 def test_a_shortened_simulation_is_the_exact_one(tmp_path):
-    adapters = Adapters(8, dtype="bfloat16")
+    adapters = Adapters(8, compute="bf16")
     request = PlanRequest(
         adapted(describe("gpt:layers=44,hidden=64,heads=4,vocab=100,seq=32"), adapters),
         Config(num_processes=2, mixed_precision="bf16"),
@@ -216,7 +215,7 @@ def test_programs_read_which_adapters_are_planned(capsys):
     code = run(["plan", *given])
     found = json.loads(capsys.readouterr().out)
     assert code == 0
-    assert found["model"]["adapters"] == {"rank": 16, "targets": [], "are_packed": False, "dtype": "bfloat16"}
+    assert found["model"]["adapters"] == {"rank": 16, "targets": [], "are_packed": False, "compute": "bf16"}
 
 
 def test_frozen_weights_have_the_dtype_in_which_they_compute(capsys, tmp_path):

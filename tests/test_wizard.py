@@ -1,5 +1,6 @@
 """The wizard, key by key: every path through the questions, the review, editing, stopping and resuming."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -15,6 +16,7 @@ from shardkit.config import files
 from shardkit.config.hardware import Hardware
 from shardkit.config.scheduler import Scheduler
 from shardkit.config.schema import ShardingStrategy
+from shardkit.model.adapters import Adapters
 from shardkit.wizard.draft import Draft
 from shardkit.wizard.prompter import PlainPrompter
 from shardkit.wizard.run import WizardOptions, converse
@@ -303,17 +305,47 @@ def test_a_machine_with_one_core_has_one_core(folder, capsys):
     assert "no GPU, 1 core," in shown and "CPU only, 1 core)" in shown and "more than the 1 core here" in shown
 
 
+ADAPTERS = "adapters in place of all weights (shardkit config --lora 16)"
+
+
+def test_with_adapters_the_estimates_are_those_of_the_plan_that_is_printed(folder, capsys):
+    model, adapters = "gpt:layers=40,hidden=8192,heads=64", Adapters(16, ("qkv", "out"), are_packed=True)
+    peaks = []
+    for given in (None, adapters):
+        assert talk_plainly(["", "", "", "1", "", "save"], model=model, adapters=given, force=True) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        peaks.append(float(re.search(r"Memory of each rank: ([\d.]+) GiB", said)[1]))
+    assert "LoRA of rank 16 (qkv, out), frozen weights in 4 bits, weights, gradients" in said
+    flags = ["--lora", "16", "--lora-targets", "qkv,out", "--load-in-4bit"]
+    assert f"Plan it: shardkit plan {' '.join(flags)}" in said
+    assert run(["plan", *flags, "--batch-size", "1", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["strategies"][0]["peak_bytes"] / 2**30
+    assert peaks[1] == pytest.approx(planned, abs=0.06)
+    assert peaks[0] > 2 * peaks[1]
+
+
+def test_layers_that_the_model_has_not_are_told_at_the_model(folder, capsys):
+    asked = ["", "", "", "", "", "", "quit"]
+    assert talk_plainly(asked, model="gpt:layers=4,hidden=256,heads=4", adapters=Adapters(8, ("q",))) == 0
+    assert "--lora-targets: no linear layer has this name (got 'q'); " in " ".join(capsys.readouterr().out.split())
+
+
+def test_adapters_are_for_the_questions(capsys):
+    assert run(["config", "--defaults", "--dry-run", "--lora", "16"]) == 2
+    assert "config: --lora, --lora-targets and --load-in-4bit are for the estimates" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("shape", "hardware", "asked", "ways"),
     [
-        ("layers=24,hidden=4096", CPU_ONLY, [""] * 5, "activation checkpointing, more machines."),
-        ("layers=24,hidden=4096", CPU_ONLY, ["", "1", ""], "a smaller model, or devices with more memory."),
-        ("layers=32,hidden=4096", EIGHT_GPUS, ["", "", "", "3"], "FULL_SHARD, activation checkpointing."),
+        ("layers=24,hidden=4096", CPU_ONLY, [""] * 5, f"activation checkpointing, more machines, {ADAPTERS}."),
+        ("layers=24,hidden=4096", CPU_ONLY, ["", "1", ""], f"{ADAPTERS}."),
+        ("layers=32,hidden=4096", EIGHT_GPUS, ["", "", "", "3"], f"FULL_SHARD, activation checkpointing, {ADAPTERS}."),
         (
             "layers=64,hidden=16384",
             EIGHT_GPUS,
             [*[""] * 4, "2", "no", "no", *[""] * 7],
-            "activation checkpointing, optimizer state in host memory, CPU offload, more machines.",
+            f"activation checkpointing, optimizer state in host memory, CPU offload, more machines, {ADAPTERS}.",
         ),
     ],
 )
@@ -332,7 +364,7 @@ def test_the_fewest_ranks_that_share_a_sequence_so_that_it_fits_are_told(folder,
     asked = ["", "", "", "1", "", "advanced", "ranks that share", "3", "done", "quit"]
     assert talk_plainly(asked, small, model=model) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "CPU offload, sequences shared by 4 ranks, more machines." in said
+    assert f"CPU offload, sequences shared by 4 ranks, more machines, {ADAPTERS}." in said
     assert "does not divide the 12 heads" in said
     assert said.count("! This does not fit.") == 1, "not after it was chosen"
 

@@ -46,6 +46,9 @@ def config(
         str | None,
         typer.Option("--model", metavar="MODEL", help="module:function, config.json, .safetensors, or llama-3.1-8b."),
     ] = None,
+    lora: options.Lora = None,
+    lora_targets: options.LoraTargets = None,
+    load_in_4bit: options.LoadIn4Bit = False,
 ) -> int:
     """Create a shardkit.yaml by answering a few questions; from flags with --defaults, --set, --template or --from."""
     if context.invoked_subcommand is not None:
@@ -61,6 +64,11 @@ def config(
     if defaults or settings or source or template is not None:
         target = configuring.target_of(output, user)
         problems.add(configuring.problem_of_model(model))
+        if lora or lora_targets or load_in_4bit:
+            problems.add(
+                "config: --lora, --lora-targets and --load-in-4bit are for the estimates beside the questions (got no "
+                "questions); leave them out here, and give them to shardkit plan."
+            )
         given = problems.of(settings_from, settings or [])
         started = problems.of(configuring.start_from, source, template, given or {})
         if not dry_run and not user:
@@ -71,10 +79,13 @@ def config(
         configuring.save(start, target, source, model, force, dry_run)
         print(note, end="", file=sys.stderr)
         return 0
+    from shardkit.model.adapters import adapters_of
+
+    adapters = problems.of(adapters_of, lora, lora_targets, load_in_4bit)
     problems.raise_all()
     from shardkit.wizard.run import WizardOptions, run_wizard
 
-    return run_wizard(WizardOptions(model, output, force, dry_run, user, plain, no_input))
+    return run_wizard(WizardOptions(model, adapters, output, force, dry_run, user, plain, no_input))
 
 
 @app.command()

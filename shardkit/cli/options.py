@@ -49,6 +49,16 @@ FsdpConfig = Annotated[
     Path | None,
     typer.Option("--fsdp-config", help="JSON or YAML file with FSDP settings in the Trainer's syntax.", **PATH),
 ]
+Lora = Annotated[
+    str | None, typer.Option(metavar="RANK", help="Train LoRA adapters of this rank; all other weights are frozen.")
+]
+LoraTargets = Annotated[
+    str | None,
+    typer.Option(metavar="NAMES", help="Linear layers with adapters: q_proj,v_proj; default: all in the blocks."),
+]
+LoadIn4Bit = Annotated[
+    bool, typer.Option("--load-in-4bit", help="With --lora: frozen weights of the blocks in 4 bits (QLoRA).")
+]
 Resume = Annotated[
     str | None,
     typer.Option(

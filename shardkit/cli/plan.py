@@ -92,16 +92,9 @@ def plan(
             metavar="WHICH", help="Weight averages (EMA) in the script: no, trained (parameters, fp32), model (a copy)."
         ),
     ] = "no",
-    lora: Annotated[
-        str | None, typer.Option(metavar="RANK", help="Train LoRA adapters of this rank; all other weights are frozen.")
-    ] = None,
-    lora_targets: Annotated[
-        str | None,
-        typer.Option(metavar="NAMES", help="Linear layers with adapters: q_proj,v_proj; default: all in the blocks."),
-    ] = None,
-    load_in_4bit: Annotated[
-        bool, typer.Option("--load-in-4bit", help="With --lora: frozen weights of the blocks in 4 bits (QLoRA).")
-    ] = False,
+    lora: options.Lora = None,
+    lora_targets: options.LoraTargets = None,
+    load_in_4bit: options.LoadIn4Bit = False,
     tokens: Annotated[
         str | None, typer.Option(metavar="N", help="Tokens of the whole run, 300B or 15T: how long it takes.")
     ] = None,
@@ -125,6 +118,7 @@ def plan(
     from shardkit.config.files import find as find_file
     from shardkit.config.schema import Config
     from shardkit.digits import number_of_flag
+    from shardkit.model.adapters import adapters_of
     from shardkit.plan import measured as measurement
     from shardkit.plan import picture, request, whole_run
     from shardkit.plan.activations import Loss
@@ -151,7 +145,7 @@ def plan(
     sequences = problems.of(number_of_flag, "--batch-size", batch_size)
     sequence_tokens = problems.of(number_of_flag, "--seq-len", seq_len)
     run = problems.of(whole_run.asked, tokens, price)
-    adapters = problems.of(request.adapters_of, lora, lora_targets, load_in_4bit)
+    adapters = problems.of(adapters_of, lora, lora_targets, load_in_4bit)
     gigabits = problems.of(request.network_speed, network)
     host_bytes = problems.of(request.host_memory, host_memory)
     one_strategy = None if _is_every(strategy) else strategy

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+from shardkit.digits import number_of_flag
 from shardkit.errors import UsageError
 from shardkit.model.blocks import inside_blocks
 from shardkit.model.describe import PARAMETERS_IN_FP32, QUANTIZATION_NOT_APPLIED, ModelDescription
@@ -18,6 +19,8 @@ from shardkit.wording import first_few, near_or
 _LINEAR = ("Linear", "Conv1D")
 # Names that peft gives: of the layer, and of the two matrices beside it.
 _LAYER, _FIRST, _SECOND = "base_layer", "lora_A", "lora_B"
+_LARGEST_RANK = 65_536
+"""More than the width of any model."""
 # Storage of packed weights that FSDP2 of every torch shards.
 _STORAGE, _WEIGHTS_OF_STORAGE = "bfloat16", 4
 
@@ -26,18 +29,49 @@ _STORAGE, _WEIGHTS_OF_STORAGE = "bfloat16", 4
 class Adapters:
     """`rank`: the width between the two matrices. `targets`: names of linear layers, or the last parts of names; none:
     all in the model's repeated blocks. `are_packed`: whether the weights of these blocks' linear layers have 4 bits.
-    `dtype`: that of other frozen weights; adapters are in fp32."""
+    `compute`: the dtype in which the model computes, as named in settings, and which other frozen weights have;
+    adapters are in fp32."""
 
     rank: int
     targets: tuple[str, ...] = ()
     are_packed: bool = False
-    dtype: str = "float32"
+    compute: str = "fp32"
 
     @property
     def text(self) -> str:
         """What is trained, and how the rest is kept: `LoRA of rank 16 (q_proj), frozen weights in 4 bits`."""
         where = f" ({', '.join(self.targets)})" if self.targets else ""
         return f"LoRA of rank {self.rank}{where}" + (", frozen weights in 4 bits" if self.are_packed else "")
+
+    @property
+    def dtype(self) -> str:
+        """That of frozen weights, as torch names it."""
+        return {"bf16": "bfloat16", "fp16": "float16"}.get(self.compute, "float32")
+
+    @property
+    def flags(self) -> list[str]:
+        """Those of `shardkit plan` and `shardkit config` that ask for the same."""
+        targets = ["--lora-targets", ",".join(self.targets)] if self.targets else []
+        return ["--lora", str(self.rank), *targets, *(["--load-in-4bit"] if self.are_packed else [])]
+
+
+def adapters_of(rank: str | None, targets: str | None, in_4_bits: bool) -> Adapters | None:
+    """What --lora, --lora-targets and --load-in-4bit say; None where the whole model is trained. UsageError, with all
+    problems, where the others are given without --lora, or the rank is no number."""
+    names = tuple(name.strip() for name in (targets or "").split(",") if name.strip())
+    number = number_of_flag("--lora", rank, 1, _LARGEST_RANK)
+    if number is not None and (names or targets is None):
+        return Adapters(number, names, in_4_bits)
+    problems = []
+    if number is not None:
+        problems.append(f"--lora-targets: names no layer (got {targets!r}); write q_proj,v_proj.")
+    elif targets is not None:
+        problems.append(f"--lora-targets: only used with --lora (got {targets!r}); add --lora 16.")
+    if in_4_bits and number is None:
+        problems.append("--load-in-4bit: weights in 4 bits are not trained (got no --lora); add --lora 16.")
+    if problems:
+        raise UsageError("\n".join(problems))
+    return None
 
 
 def adapted(description: ModelDescription, adapters: Adapters) -> ModelDescription:

@@ -9,7 +9,7 @@ from shardkit.config.hardware import detect
 from shardkit.config.layers import FlagValue, clashes
 from shardkit.config.meaning import dtypes, eight_bits, runs_on_cpu, without_bf16
 from shardkit.config.schema import Config
-from shardkit.digits import decimal_in, number_of_flag
+from shardkit.digits import decimal_in
 from shardkit.errors import ConfigError, ShardkitError, UsageError
 from shardkit.model import comment
 from shardkit.model.adapters import Adapters, adapted
@@ -24,9 +24,6 @@ from shardkit.spinner import waiting
 _STRATEGY = "fsdp_config.fsdp_sharding_strategy"
 _LARGEST_HOST_BYTES = 2**50
 """More than this is no machine's memory."""
-_LARGEST_RANK = 65_536
-"""Of LoRA; more than the width of any model."""
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _XLA = {"distributed_type": "XLA", "xla": "true"}
 
 
@@ -196,28 +193,8 @@ def _frozen_but_for(adapters: Adapters, request: PlanRequest) -> PlanRequest:
     """The request with adapters; the model's own weights are frozen, in the dtype in which they compute."""
     if adapters.are_packed and request.is_on_tpu:
         raise UsageError("--load-in-4bit: bitsandbytes does not run on TPUs (got one); leave it out.")
-    compute = dtypes(request.config).param or "fp32"
-    adapters = replace(adapters, dtype=_DTYPES.get(compute, "float32"))
+    adapters = replace(adapters, compute=dtypes(request.config).param or "fp32")
     return replace(request, description=adapted(request.description, adapters), adapters=adapters)
-
-
-def adapters_of(rank: str | None, targets: str | None, in_4_bits: bool) -> Adapters | None:
-    """What --lora, --lora-targets and --load-in-4bit say; None where the whole model is trained. UsageError, with all
-    problems, where the others are given without --lora, or the rank is no number."""
-    names = tuple(name.strip() for name in (targets or "").split(",") if name.strip())
-    number = number_of_flag("--lora", rank, 1, _LARGEST_RANK)
-    if number is not None and (names or targets is None):
-        return Adapters(number, names, in_4_bits)
-    problems = []
-    if number is not None:
-        problems.append(f"--lora-targets: names no layer (got {targets!r}); write q_proj,v_proj.")
-    elif targets is not None:
-        problems.append(f"--lora-targets: only used with --lora (got {targets!r}); add --lora 16.")
-    if in_4_bits and number is None:
-        problems.append("--load-in-4bit: weights in 4 bits are not trained (got no --lora); add --lora 16.")
-    if problems:
-        raise UsageError("\n".join(problems))
-    return None
 
 
 def _in_supported_dtypes(request: PlanRequest) -> PlanRequest:

@@ -62,6 +62,7 @@ def _launches(s: Situation, path: Path) -> list[tuple[str, str]]:
 def _plan(s: Situation, path: Path, model: str | None) -> str:
     """The plan command of the same run; without a model in the file it has a placeholder for one."""
     flags = [] if model else [" --model MODULE:FUNCTION"]
+    flags += [f" {' '.join(s.adapters.flags)}"] if s.adapters else []
     flags += [f" --device {shlex.quote(s.planned_device)}"] if s.planned_device else []  # it may be `48 GiB`
     return f"shardkit plan{config_flag(path)}{''.join(flags)}"
 

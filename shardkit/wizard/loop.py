@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from shardkit.errors import ModelError
+from shardkit.errors import ModelError, UsageError
+from shardkit.model.adapters import adapted
 from shardkit.model.describe import ModelDescription
 from shardkit.model.sources import describe
 from shardkit.wizard import conditions
@@ -109,9 +110,14 @@ def _read(session: Conversation, spec: str) -> ModelDescription:
     if spec not in session.models:
         with session.prompter.waiting(f"reading the model {spec}"):
             try:
-                session.models[spec] = describe(spec, MODEL_TIMEOUT_S, session.start.folder)
+                found = describe(spec, MODEL_TIMEOUT_S, session.start.folder)
+                if session.start.adapters is not None:
+                    adapted(found, session.start.adapters)
+                session.models[spec] = found
             except ModelError:
                 raise
+            except UsageError as error:  # of the adapters
+                raise ModelError(str(error)) from None
             except Exception as error:
                 raise ModelError(f"--model {spec}: cannot be read ({error}); leave it out to continue.") from error
     return session.models[spec]

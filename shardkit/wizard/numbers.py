@@ -5,9 +5,10 @@ from dataclasses import replace
 from enum import Enum
 from functools import lru_cache
 
-from shardkit.config.meaning import offloads_state, with_strategy
+from shardkit.config.meaning import dtypes, offloads_state, with_strategy
 from shardkit.config.schema import Config, DistributedType, FsdpConfig, ShardingStrategy, WrapPolicy
-from shardkit.errors import ShardkitError
+from shardkit.errors import ShardkitError, UsageError
+from shardkit.model.adapters import Adapters, adapted
 from shardkit.model.describe import ModelDescription
 from shardkit.plan.answer import fits, yes_no
 from shardkit.plan.closed_form import Estimate, estimate
@@ -21,6 +22,8 @@ from shardkit.wizard.situation import CPU, HERE, SEVERAL, Situation
 HEAD = f"{'memory':>11}  {'fits':<4}  traffic a step"
 TOKENS = 2048
 """The wizard does not ask for a batch size: memory includes the activations of one sequence of at most this length."""
+_USUAL = Adapters(16)
+_ONLY_ADAPTERS = f"adapters in place of all weights (shardkit config {' '.join(_USUAL.flags)})"
 LABEL_WIDTH = 24
 """Width before the table's head: number, longest strategy name, and gaps."""
 
@@ -72,7 +75,11 @@ def strategy_lines(s: Situation) -> Sequence[str]:
         return () if s.on_tpu else ("With a model (--model), memory and traffic are shown for each strategy.",)
     device = device_of(s)
     has = f" (it has {in_words(device.memory_bytes)})" if device.memory_bytes else ""
-    what = f"Memory of one rank{has}: weights, gradients, AdamW state, gathered units; {_of_activations(s.model)}."
+    trained = f"{s.adapters.text}, " if s.adapters else ""
+    what = (
+        f"Memory of one rank{has}: {trained}weights, gradients, AdamW state, gathered units; "
+        f"{_of_activations(s.model)}."
+    )
     kept = f" {in_words(device.reserve_bytes)} are reserved for the driver." if has and device.reserve_bytes else ""
     between = " Traffic + traffic between machines." if s.machines > 1 else ""
     return (what + kept + between, " " * LABEL_WIDTH + HEAD)
@@ -177,8 +184,21 @@ def _less_memory(s: Situation, config: Config, peak_bytes: int) -> list[str]:
     if (ranks := _sharing_that_fits(s, config)) is not None:
         tried[f"sequences shared by {ranks} ranks"] = _shared_by(config, ranks)
     found = {name: _estimate(s.model, other, s) for name, other in tried.items()}
-    found["more machines"] = _estimated(_Model(s.model), config.model_dump_json(), s.world_size * 2, s.per_machine)
+    found["more machines"] = _estimate(s.model, config, _with_twice_the_machines(s))
+    found[_ONLY_ADAPTERS] = _estimate(s.model, config, replace(s, adapters=_USUAL)) if _may_have_adapters(s) else None
     return [name for name, other in found.items() if other and other.memory.peak.total < peak_bytes]
+
+
+def _with_twice_the_machines(s: Situation) -> Situation:
+    return replace(s, answers={**s.answers, "num_machines": 2 * s.machines})
+
+
+def _may_have_adapters(s: Situation) -> bool:
+    """Whether adapters alone could be trained in place of all weights."""
+    try:
+        return s.adapters is None and s.model is not None and bool(adapted(s.model, _USUAL))
+    except UsageError:
+        return False
 
 
 def _sharing_that_fits(s: Situation, config: Config) -> int | None:
@@ -269,7 +289,8 @@ def _wrapping(s: Situation) -> dict[str, object]:
 
 def _estimate(model: ModelDescription, config: Config, s: Situation) -> Estimate | None:
     """The estimate; None where the closed form does not apply, such as an invalid mesh."""
-    return _estimated(_Model(model), config.model_dump_json(), s.world_size, s.per_machine)
+    trained = _trained(_Model(model), s.adapters, dtypes(config).param or "fp32")
+    return _estimated(trained, config.model_dump_json(), s.world_size, s.per_machine)
 
 
 class _Model:
@@ -283,6 +304,12 @@ class _Model:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Model) and other.description is self.description
+
+
+@lru_cache(maxsize=16)
+def _trained(model: _Model, adapters: Adapters | None, compute: str) -> _Model:
+    """The model as it is trained."""
+    return model if adapters is None else _Model(adapted(model.description, replace(adapters, compute=compute)))
 
 
 @lru_cache(maxsize=256)

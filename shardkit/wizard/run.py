@@ -15,6 +15,7 @@ from shardkit.config.hardware import Hardware, detect
 from shardkit.config.schema import Config
 from shardkit.errors import EXIT_INTERRUPTED, ConfigError, ModelError, UsageError
 from shardkit.model import comment
+from shardkit.model.adapters import Adapters
 from shardkit.wizard import commands, draft
 from shardkit.wizard.answers import from_config, to_config
 from shardkit.wizard.loop import Conversation, ask_all, read_model
@@ -30,6 +31,9 @@ class WizardOptions:
 
     model: str | None = None
     """The model: module:function, a config.json, safetensors; None: asked for, or no model."""
+
+    adapters: Adapters | None = None
+    """What is trained of the model; None: all of it."""
 
     output: Path | None = None
     """The file to write; None: shardkit.yaml in `folder`."""
@@ -121,7 +125,13 @@ def _begin(options: WizardOptions, prompter: Prompter, path: Path, hardware: Har
     resumed = _resumed(prompter, path)
     former, config = _former(prompter, path, options)
     known = config or _from_accelerate(prompter, path, options)
-    situation = Situation(hardware, base=known or Config(), has_base=known is not None, folder=options.folder)
+    situation = Situation(
+        hardware,
+        adapters=options.adapters,
+        base=known or Config(),
+        has_base=known is not None,
+        folder=options.folder,
+    )
     own = from_config(known, situation) if known is not None else {}
     if spec := comment.read(former) if former else None:
         own["model"] = spec

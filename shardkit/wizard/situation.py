@@ -7,6 +7,7 @@ from typing import Any
 
 from shardkit.config.hardware import Hardware
 from shardkit.config.schema import Config, ShardingStrategy
+from shardkit.model.adapters import Adapters
 from shardkit.model.describe import ModelDescription
 from shardkit.model.sources import is_by_sizes
 from shardkit.wording import counted
@@ -20,6 +21,8 @@ class Situation:
 
     hardware: Hardware
     model: ModelDescription | None = None
+    adapters: Adapters | None = None
+    """What is trained of the model, where that is not all; for the estimates only."""
     answers: Mapping[str, Any] = field(default_factory=dict)
     base: Config = field(default_factory=Config)
     has_base: bool = False
