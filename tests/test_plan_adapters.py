@@ -23,10 +23,11 @@ from shardkit.plan.activations import Loss, of_transformer
 from shardkit.plan.answer import PlanRequest, row
 from shardkit.plan.answering import SimulationOptions, answer
 from shardkit.plan.closed_form import estimate, known_activations
-from shardkit.plan.devices import DEVICES
+from shardkit.plan.devices import DEVICES, find
 from shardkit.plan.notes import frozen_above
 from shardkit.plan.rank_memory import RankMemory
 from shardkit.plan.simulation import simulate
+from shardkit.plan.suggest import changes
 
 SHAPE = gpt.GptShape(layers=3, hidden=64, heads=4, vocab=100, seq=32)
 SPEC = "gpt:layers=3,hidden=64,heads=4,vocab=100,seq=32"
@@ -224,6 +225,26 @@ def test_frozen_weights_have_the_dtype_in_which_they_compute(capsys, tmp_path):
     assert "Parameters count as fp32" not in told
     assert "Frozen weights are in fp32" not in told
     assert "Parameters count as fp32" in plan(capsys, file, "--world", "2", "--device", "l4")
+
+
+def test_adapters_are_among_what_would_lower_the_peak_but_in_no_combination():
+    asked = PlanRequest(
+        describe("gpt:layers=32,hidden=4096,heads=32"),
+        Config(num_processes=2, mixed_precision="bf16"),
+        2,
+        8,
+        find("40GiB"),
+        batch_size=4,
+    )
+    *alone, together = changes(asked)
+    assert [change.fits for change in alone if change.text.startswith("--lora 16 (adapters are trained")] == [False]
+    assert together.fits and " and " in together.text and "--lora" not in together.text
+    with_adapters = asked.with_adapters(Adapters(8))
+    found = [change for change in changes(with_adapters) if change.text.startswith(("--lora", "--load-in-4bit"))]
+    assert [change.text for change in found] == ["--load-in-4bit (frozen weights in 4 bits)"]
+    assert with_adapters.with_adapters(Adapters(8, are_packed=True)).description.tree.weights == (
+        with_adapters.description.tree.weights
+    )
 
 
 def test_the_fewest_devices_for_qlora_are_found(capsys):

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.config import xla
-from shardkit.config.meaning import with_strategy
+from shardkit.config.meaning import dtypes, with_strategy
 from shardkit.config.schema import Config, ShardingStrategy
-from shardkit.model.adapters import Adapters
+from shardkit.errors import UsageError
+from shardkit.model.adapters import Adapters, adapted
 from shardkit.model.describe import ModelDescription
 from shardkit.plan.activations import Loss
 from shardkit.plan.averages import Ema
@@ -51,11 +52,22 @@ class PlanRequest:
     """The whole run, where its time is asked for."""
     adapters: Adapters | None = None
     """Those in the description, where only adapters are trained; a simulation adds them to the model."""
+    whole_model: ModelDescription | None = None
+    """The model without adapters, where it has some."""
     host_bytes: int | None = None
     """Host memory of a machine, where that is given; else the device's is taken."""
 
     def with_config(self, config: Config) -> "PlanRequest":
         return replace(self, config=config)
+
+    def with_adapters(self, adapters: Adapters) -> "PlanRequest":
+        """The request with adapters in place of those it has; the model's own weights are frozen, in the dtype in which
+        they compute. UsageError where the model cannot have them."""
+        if adapters.are_packed and self.is_on_tpu:
+            raise UsageError("--load-in-4bit: bitsandbytes does not run on TPUs (got one); leave it out.")
+        adapters = replace(adapters, compute=dtypes(self.config).param or "fp32")
+        whole = self.whole_model or self.description
+        return replace(self, description=adapted(whole, adapters), adapters=adapters, whole_model=whole)
 
     @property
     def ranks_joined(self) -> int:

@@ -12,7 +12,7 @@ from shardkit.config.schema import Config
 from shardkit.digits import decimal_in
 from shardkit.errors import ConfigError, ShardkitError, UsageError
 from shardkit.model import comment
-from shardkit.model.adapters import Adapters, adapted
+from shardkit.model.adapters import Adapters
 from shardkit.model.sources import FORMS, describe, folder_for
 from shardkit.plan import devices, optimizers, tpu
 from shardkit.plan.answer import PlanRequest
@@ -169,7 +169,7 @@ def build(
     `per_machine`: by default `_ranks_per_machine`'s. `network`: Gb/s of one machine's adapters together; by default the
     device's. `file`: the configuration file, where it names the model.
 
-    Raises the errors of `describe` and of `adapted`.
+    Raises the errors of `describe`, and UsageError where the model cannot have the adapters.
     """
     # The file may be for this CPU and the plan for GPUs elsewhere, or the other way round.
     config = config.changed(use_cpu=device == devices.find("cpu", device.memory_bytes))
@@ -186,15 +186,7 @@ def build(
     )
     request = tpu.as_planned(request if network is None else _with_network(request, network))
     request = _in_supported_dtypes(request)
-    return request if adapters is None else _frozen_but_for(adapters, request)
-
-
-def _frozen_but_for(adapters: Adapters, request: PlanRequest) -> PlanRequest:
-    """The request with adapters; the model's own weights are frozen, in the dtype in which they compute."""
-    if adapters.are_packed and request.is_on_tpu:
-        raise UsageError("--load-in-4bit: bitsandbytes does not run on TPUs (got one); leave it out.")
-    adapters = replace(adapters, compute=dtypes(request.config).param or "fp32")
-    return replace(request, description=adapted(request.description, adapters), adapters=adapters)
+    return request if adapters is None else request.with_adapters(adapters)
 
 
 def _in_supported_dtypes(request: PlanRequest) -> PlanRequest:

@@ -1,11 +1,13 @@
 """Suggests a strategy from memory and traffic, and changes for one that does not fit."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from shardkit.config.meaning import dtypes, with_strategy
 from shardkit.config.schema import DistributedType, ShardingStrategy, WrapPolicy
-from shardkit.errors import ShardkitError
+from shardkit.errors import ShardkitError, UsageError
+from shardkit.model.adapters import Adapters
 from shardkit.plan import context
 from shardkit.plan.activations import Loss
 from shardkit.plan.answer import USUAL_TOKENS, Change, PlanRequest, Row, configured_strategy, possible_strategies, row
@@ -78,13 +80,15 @@ def suggest_from(rows: Sequence[Row], device: Device) -> tuple[ShardingStrategy 
 def changes(request: PlanRequest) -> tuple[Change, ...]:
     """Changes that lower the peak of the request's configuration, each on its own, the largest effect first.
 
-    If none is enough, a combination that fits is added at the end, if there is one. Empty if the closed form does not
-    count all activations.
+    If none is enough with what is trained as it is, a combination that fits is added at the end, if there is one. Empty
+    if the closed form does not count all activations.
     """
     if not row(request).memory.activations_known:
         return ()
-    found = sorted((change for _, change in _tried(request, request)), key=lambda change: change.peak_bytes)
-    together = None if any(change.fits for change in found) else _together(request)
+    tried = list(_tried(request, request))
+    found = sorted((change for _, change in tried), key=lambda change: change.peak_bytes)
+    is_enough = any(change.fits and _trains_as(changed, request) for changed, change in tried)
+    together = None if is_enough else _together(request)
     return (*found, together) if together else tuple(found)
 
 
@@ -104,12 +108,12 @@ def _tried(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[PlanReque
 def _together(request: PlanRequest, most: int = 6) -> Change | None:
     """Changes applied one after the other, each one with which it fits or the most effective; None if it never does.
 
-    The optimizer is not changed, because that changes the training.
+    What is trained, and by which optimizer, is not changed.
     """
     texts, given = list[str](), request
     before = row(request).memory.peak.total
     for _ in range(most):
-        possible = [(r, c) for r, c in _tried(request, given) if r.optimizer == request.optimizer]
+        possible = [(r, c) for r, c in _tried(request, given) if _trains_as(r, request)]
         if not possible:
             return None
         request, change = min(possible, key=lambda each: (not each[1].fits, each[1].peak_bytes))
@@ -118,6 +122,10 @@ def _together(request: PlanRequest, most: int = 6) -> Change | None:
             saved = before - change.peak_bytes
             return replace(change, text=" and ".join(_last_of_each(texts)), saved_bytes=saved)
     return None
+
+
+def _trains_as(request: PlanRequest, other: PlanRequest) -> bool:
+    return (request.optimizer, request.adapters) == (other.optimizer, other.adapters)
 
 
 def _last_of_each(texts: list[str]) -> list[str]:
@@ -192,6 +200,19 @@ def _other_loads(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str
         yield "--loss fused (a fused or chunked loss in the script)", replace(request, loss=Loss.FUSED)
     if request.optimizer in {"adam", "adamw"}:
         yield "--optimizer adafactor (another optimizer)", replace(request, optimizer="adafactor")
+    yield from _with_adapters(request)
+
+
+def _with_adapters(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """Adapters in place of all weights, and those beside weights in 4 bits; nothing for a model without linear layers
+    in its blocks, or with frozen parameters of its own."""
+    adapters = request.adapters
+    with suppress(UsageError):
+        if adapters is None:
+            yield "--lora 16 (adapters are trained in place of all weights)", request.with_adapters(Adapters(16))
+        elif not adapters.are_packed:
+            packed = request.with_adapters(replace(adapters, are_packed=True))
+            yield "--load-in-4bit (frozen weights in 4 bits)", packed
 
 
 def _shared_sequences(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
