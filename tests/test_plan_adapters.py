@@ -41,7 +41,7 @@ SIZES: dict[str, dict[str, Any]] = {
 def config_file(family: str, folder: Path, **sizes: Any) -> Path:
     known = {"model_type": family, "vocab_size": 200, "num_attention_heads": 4, "max_position_embeddings": 64}
     file = folder / "config.json"
-    file.write_text(json.dumps(known | SIZES[family] | sizes))
+    file.write_text(json.dumps(known | SIZES.get(family, {}) | sizes))
     return file
 
 
@@ -209,6 +209,14 @@ def test_the_report_says_what_is_trained(capsys):
     told = plan(capsys, SPEC, "--world", "2", "--lora", "16", "--lora-targets", "qkv, out", "--batch-size", "1")
     assert "LoRA of rank 16 (qkv, out), adamw" in told
     assert "Frozen layers that a gradient passes" in told
+
+
+def test_weights_that_are_not_packed_are_told_where_they_are_most(capsys, tmp_path):
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    file = str(config_file("mixtral", tmp_path, **SIZES["llama"], **experts, tie_word_embeddings=False))
+    asked = ("--world", "2", "--device", "l4", "--lora", "8", "--load-in-4bit")
+    assert "of the weights have 4 bits: those of linear layers in blocks. Experts" in plan(capsys, file, *asked)
+    assert "of the weights have 4 bits" not in plan(capsys, "gpt:layers=4,hidden=512,heads=4,vocab=100", *asked)
 
 
 def test_programs_read_which_adapters_are_planned(capsys):

@@ -126,6 +126,19 @@ def notes_on(request: PlanRequest) -> Iterator[str]:
         yield _POWER_SGD
     if request.shared_by > 1:
         yield _of_shared_sequences(request)
+    if request.adapters and request.adapters.are_packed:
+        yield from _few_packed(request)
+
+
+def _few_packed(request: PlanRequest) -> Iterator[str]:
+    """A note where most weights are in no linear layer of a block, which alone are packed."""
+    numel = request.description.numel
+    packed = sum(parameter.packed for _, parameter in request.description.tree.owned())
+    if packed < numel / 2:
+        yield (
+            f"{packed / numel:.0%} of the weights have 4 bits: those of linear layers in blocks. Experts in one tensor "
+            "and tables of embeddings are not packed."
+        )
 
 
 def note_on_shared_sequences(changes: tuple[Change, ...]) -> str | None:
