@@ -120,17 +120,12 @@ def _context(config: Config) -> Iterator[Finding]:
     key, size, total = "shardkit.mesh.context_size", config.shardkit.mesh.context_size, config.num_processes
     if size == 1:
         return
-    least = config.shardkit.launch.min_machines or config.num_machines
     if config.mode == "xla":
         yield Finding((key, "distributed_type"), f"is not there for TPUs (got {size}); write 1, or leave it out.")
     elif total % size and not counts_devices(config):
         what = f"does not divide the number of ranks (got {size} of {total})"
         remedy = f"choose a divisor, for one launch with --set {key}={gcd(size, total)}"
         yield Finding((key, "num_processes"), f"{what}; {remedy}.")
-    elif uneven := [n for n in range(least, config.num_machines) if n * config.processes_per_machine % size]:
-        ranks = uneven[0] * config.processes_per_machine
-        what = f"does not divide the {ranks} ranks of an elastic run on fewer machines (got {size} of {ranks})"
-        yield Finding((key, "shardkit.launch.min_machines"), f"{what}; choose a divisor of the ranks of a machine.")
 
 
 def _offload(config: Config) -> Iterator[Finding]:
