@@ -203,11 +203,11 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_the_report_says_what_is_trained(capsys):
     told = plan(capsys, SPEC, "--world", "2", "--device", "l4", "--lora", "16", "--load-in-4bit", "--batch-size", "1")
-    assert "bf16, LoRA of rank 16, frozen weights in 4 bits, adamw" in told
+    assert "bf16, LoRA of rank 16, frozen weights in 4 bits: 49,152 trained, adamw" in told
     assert "Frozen layers that a gradient passes" not in told
     assert "each product unpacks its weights from 4 bits" in told
     told = plan(capsys, SPEC, "--world", "2", "--lora", "16", "--lora-targets", "qkv, out", "--batch-size", "1")
-    assert "LoRA of rank 16 (qkv, out), adamw" in told
+    assert "LoRA of rank 16 (qkv, out): 18,432 trained, adamw" in told
     assert "Frozen layers that a gradient passes" in told
 
 

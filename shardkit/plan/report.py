@@ -14,7 +14,7 @@ from shardkit.plan.devices import HOST_RESERVE_BYTES
 from shardkit.plan.rank_memory import CATEGORIES
 from shardkit.plan.roofline import COMPILE_SPEEDUP, LINK_EFFICIENCY
 from shardkit.sizes import GIB, MIB, in_words
-from shardkit.wording import counted
+from shardkit.wording import count_text, counted
 
 _HEADS = {
     "parameters": "param",
@@ -48,7 +48,8 @@ def _headline(request: PlanRequest) -> str:
         where += f" on {counted(request.machines, 'machine')}"
     load = [where, request.device.name, _precision(config)]
     if request.adapters:
-        load.append(request.adapters.text)
+        trained = sum(p.numel for _, p in request.description.tree.owned() if p.trainable)
+        load.append(f"{request.adapters.text}: {count_text(trained)} trained")
     load.append(request.own_optimizer or request.optimizer)
     if request.own_batch:
         load.append(f"micro-batch of {request.own_batch}")
