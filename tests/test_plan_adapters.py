@@ -144,8 +144,17 @@ def test_a_product_unpacks_one_weight_at_a_time():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt"])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [
+        ("llama", "bf16"),
+        ("gpt", "no"),
+        *(
+            pytest.param(family, precision, marks=pytest.mark.loops)
+            for family, precision in (("llama", "no"), ("gpt", "bf16"), ("qwen3", "no"), ("qwen3", "bf16"))
+        ),
+    ],
+)
 def test_what_blocks_with_adapters_save_is_that_of_a_simulated_step(family, precision, tmp_path):
     file = config_file(family, tmp_path, num_hidden_layers=6) if family != "gpt" else None
     spec = str(file or "gpt:layers=6,hidden=64,heads=4,vocab=100,seq=32")
@@ -178,6 +187,7 @@ def of_a_block(memory: RankMemory) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.loops
 def test_a_shortened_simulation_is_the_exact_one(tmp_path):
     adapters = Adapters(8, compute="bf16")
     request = PlanRequest(
@@ -232,7 +242,6 @@ def test_frozen_weights_have_the_dtype_in_which_they_compute(capsys, tmp_path):
     told = plan(capsys, file, "--world", "2", "--device", "l4", "--lora", "8")
     assert "Parameters count as fp32" not in told
     assert "Frozen weights are in fp32" not in told
-    assert "Parameters count as fp32" in plan(capsys, file, "--world", "2", "--device", "l4")
 
 
 def test_adapters_are_among_what_would_lower_the_peak_but_in_no_combination():
@@ -255,6 +264,7 @@ def test_adapters_are_among_what_would_lower_the_peak_but_in_no_combination():
     )
 
 
+@pytest.mark.slow
 def test_the_fewest_devices_for_qlora_are_found(capsys):
     asked = ["llama-2-70b", "--device", "4090", "--lora", "8", "--batch-size", "1", "--seq-len", "512"]
     asked += ["--find", "min-gpus", "--world", "8", "--set", "fsdp_config.fsdp_activation_checkpointing=true", "--json"]
@@ -321,6 +331,7 @@ def test_a_simulation_without_peft_says_what_to_install(monkeypatch):
         worker._adapted(gpt_module.GPT(SHAPE), Adapters(8))
 
 
+@pytest.mark.slow
 def test_a_simulation_is_of_the_model_with_adapters():
     adapters = Adapters(8)
     request = PlanRequest(
