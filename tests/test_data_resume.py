@@ -462,6 +462,7 @@ def saved_again_side_by_side(folder, pairs):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pairs", [zipped, zipped_the_other_way])
 def test_loaders_side_by_side_that_are_saved_again_after_a_load(ranks, tmp_path, pairs):
     (found,) = ranks.run(1, saved_again_side_by_side, tmp_path, pairs)

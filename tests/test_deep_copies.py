@@ -171,6 +171,7 @@ def of_rank_0() -> str:
     return str(told.value)
 
 
+@pytest.mark.slow
 def test_a_copy_that_only_rank_0_makes_is_told(ranks):
     told = ranks.run(2, of_rank_0)[0]
     assert told.startswith("copy.deepcopy: rank 1 has not come after 3 s; every rank must call it"), told

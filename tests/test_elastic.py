@@ -153,6 +153,7 @@ def test_a_machine_with_another_secret_is_told_that_and_not_that_machine_0_is_lo
         joins.close()
 
 
+@pytest.mark.slow
 def test_a_machine_that_waits_and_was_silent_too_long_is_told_that_it_was_left_out():
     store, greeting = stores.hosted("127.0.0.1", 0), {"host": HOST, "pid": 1}
     first = rosters.RosterServer(store, greeting, machines=3, lost_s=2, say=print)

@@ -132,6 +132,7 @@ def bytes_read(folder: Path) -> list[int]:
     return sizes
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("A7")
 def test_no_rank_reads_the_whole(ranks, tmp_path):
     saved(tmp_path, tied=False, split=False)

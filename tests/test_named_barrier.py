@@ -127,6 +127,7 @@ def reduced_on_rank_0_only(call):
     return told, getattr(accelerator, call)(value).sum().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["reduce", "gather", "gather_for_metrics", "broadcast", "pad_across_processes"])
 def test_a_collective_of_rank_0_only_is_told(ranks, call):
     (told, first), (_, second) = ranks.run(2, reduced_on_rank_0_only, call)
@@ -216,6 +217,7 @@ def wait_for_a_rank_that_has_begun_anew():
         stores._start.clear()
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_rank_that_torchrun_has_started_again_ends_soon(ranks):
     told = ranks.run(2, wait_for_a_rank_that_has_begun_anew)[0]
     assert told.startswith("gather: rank 1 has ended, and was started again; this rank ends, too"), told

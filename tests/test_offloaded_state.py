@@ -369,6 +369,7 @@ def test_the_plan_refuses_what_the_run_refuses() -> None:
         planned("lion", "FSDP", offload_optimizer=True)
 
 
+@pytest.mark.slow
 def test_the_plan_suggests_it_before_all_shards(capsys: pytest.CaptureFixture) -> None:
     main.run(["plan", "--model", "llama-3-8b", "--world", "4", "--device", "a100-40gb", "--batch-size", "1"])
     assert "shardkit.offload_optimizer: true (slower steps, host memory)" in capsys.readouterr().out

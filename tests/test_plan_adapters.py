@@ -221,6 +221,7 @@ def test_the_report_says_what_is_trained(capsys):
     assert "Frozen layers that a gradient passes" in told
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_packed_are_told_where_they_are_most(capsys, tmp_path):
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
     file = str(config_file("mixtral", tmp_path, **SIZES["llama"], **experts, tie_word_embeddings=False))
@@ -237,6 +238,7 @@ def test_programs_read_which_adapters_are_planned(capsys):
     assert found["model"]["adapters"] == {"rank": 16, "targets": [], "are_packed": False, "compute": "bf16"}
 
 
+@pytest.mark.slow
 def test_frozen_weights_have_the_dtype_in_which_they_compute(capsys, tmp_path):
     file = str(config_file("llama", tmp_path))
     told = plan(capsys, file, "--world", "2", "--device", "l4", "--lora", "8")

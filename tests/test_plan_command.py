@@ -248,6 +248,7 @@ def test_the_largest_batch_of_an_own_model_is_not_sent_in_a_circle(capsys):
 OF_FSDP = "distributed_type: FSDP\nnum_processes: 16\nnum_machines: 2\nmain_process_ip: a\n"
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("U5")
 @pytest.mark.parametrize(
     "file",
@@ -507,6 +508,7 @@ def test_a_search_for_the_largest_batch_names_the_sequences():
     )
 
 
+@pytest.mark.slow
 def test_a_change_to_host_memory_says_how_much(capsys):
     asked = ("gpt-1t", "--world", "8", "--batch-size", "1", "--device", "h100-80")
     found = json.loads(plan(capsys, *asked, "--json"))

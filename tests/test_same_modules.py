@@ -347,6 +347,7 @@ def evaluates_alone(strategy: int, kind: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "kind"), [(1, "no_grad"), (2, "inference"), (1, "all")])
 def test_an_evaluation_that_only_rank_0_makes_is_told_and_meets_no_training_step(ranks, strategy, kind):
     told = ranks.run(2, evaluates_alone, strategy, kind)

@@ -161,6 +161,7 @@ def test_a_launch_tells_of_its_own_attempts_only(tmp_path, monkeypatch):
     assert said == ["time: steps 96%, data 4%"]
 
 
+@pytest.mark.slow
 def test_a_launch_whose_log_folder_is_gone_ends_as_its_ranks_do(tmp_path):
     (tmp_path / "train.py").write_text("import shutil, sys; shutil.rmtree('out'); sys.exit(int(sys.argv[1]))")
     done = launch(tmp_path, "-n", "1", "--logs", "out/logs", "train.py", "0")
@@ -189,6 +190,7 @@ for number, batch in enumerate(loader):
 """
 
 
+@pytest.mark.slow
 def test_micro_batches_with_backwards_by_hand_are_no_evaluation(tmp_path):
     (tmp_path / "train.py").write_text(BY_HAND)
     done = launch(tmp_path, "-n", "1", "--logs", "logs", "train.py")
@@ -198,6 +200,7 @@ def test_micro_batches_with_backwards_by_hand_are_no_evaluation(tmp_path):
     assert min(spent_s["first step"], spent_s["steps"]) >= 0.4
 
 
+@pytest.mark.slow
 def test_a_launch_with_a_restart(tmp_path):
     (tmp_path / "train.py").write_text(TRAINS)
     done = launch(tmp_path, "-n", "2", "--restarts", "1", "--logs", "logs", "train.py")
