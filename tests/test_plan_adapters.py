@@ -266,6 +266,16 @@ def test_adapters_are_among_what_would_lower_the_peak_but_in_no_combination():
     )
 
 
+def test_another_compute_dtype_is_that_of_frozen_weights_too():
+    whole, half = Config(num_processes=2), Config(num_processes=2, mixed_precision="bf16")
+    asked = PlanRequest(describe(SPEC), whole, 2, 8, find("40GiB"), batch_size=4)
+    started_so = row(asked.with_config(half).with_adapters(Adapters(8))).memory.peak
+    asked = asked.with_adapters(Adapters(8))
+    assert row(asked.with_config(half)).memory.peak == started_so
+    (change,) = [change for change in changes(asked) if change.text == "mixed_precision: bf16"]
+    assert change.peak_bytes == started_so.total
+
+
 @pytest.mark.slow
 def test_the_fewest_devices_for_qlora_are_found(capsys):
     asked = ["llama-2-70b", "--device", "4090", "--lora", "8", "--batch-size", "1", "--seq-len", "512"]

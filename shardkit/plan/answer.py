@@ -58,7 +58,9 @@ class PlanRequest:
     """Host memory of a machine, where that is given; else the device's is taken."""
 
     def with_config(self, config: Config) -> "PlanRequest":
-        return replace(self, config=config)
+        """The request under another configuration; frozen weights beside adapters have its compute dtype."""
+        changed = replace(self, config=config)
+        return changed if self.adapters is None else changed.with_adapters(self.adapters)
 
     def with_adapters(self, adapters: Adapters) -> "PlanRequest":
         """The request with adapters in place of those it has; the model's own weights are frozen, in the dtype in which
@@ -66,6 +68,8 @@ class PlanRequest:
         if adapters.are_packed and self.is_on_tpu:
             raise UsageError("--load-in-4bit: bitsandbytes does not run on TPUs (got one); leave it out.")
         adapters = replace(adapters, compute=dtypes(self.config).param or "fp32")
+        if adapters == self.adapters:
+            return self
         whole = self.whole_model or self.description
         return replace(self, description=adapted(whole, adapters), adapters=adapters, whole_model=whole)
 

@@ -1,6 +1,6 @@
 """Suggests a strategy from memory and traffic, and changes for one that does not fit."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -15,6 +15,8 @@ from shardkit.plan.devices import SPARE, Device
 from shardkit.plan.rank_memory import RankMemory
 from shardkit.plan.traffic import Traffic
 
+_Candidate = tuple[str, PlanRequest]
+"""A possible change: its text, and the request with it."""
 RULE = f"least traffic over the slowest link among those that fit with {SPARE:.0%} to spare"
 
 
@@ -85,17 +87,17 @@ def changes(request: PlanRequest) -> tuple[Change, ...]:
     """
     if not row(request).memory.activations_known:
         return ()
-    tried = list(_tried(request, request))
-    found = sorted((change for _, change in tried), key=lambda change: change.peak_bytes)
-    is_enough = any(change.fits and _trains_as(changed, request) for changed, change in tried)
-    together = None if is_enough else _together(request)
+    same = [change for _, change in _lower(request, _training_the_same(request, request))]
+    other = [change for _, change in _lower(request, _training_otherwise(request))]
+    found = sorted([*same, *other], key=lambda change: change.peak_bytes)
+    together = None if any(change.fits for change in same) else _together(request)
     return (*found, together) if together else tuple(found)
 
 
-def _tried(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[PlanRequest, Change]]:
-    """Every single change that lowers the peak, and the request with it. Texts compare with `given`."""
+def _lower(request: PlanRequest, candidates: Iterable[_Candidate]) -> Iterator[tuple[PlanRequest, Change]]:
+    """The candidates that lower the request's peak, and what each does to it."""
     peak = row(request).memory.peak.total
-    for text, changed in _candidates(request, given):
+    for text, changed in candidates:
         try:
             other = row(changed)
         except ShardkitError:
@@ -113,7 +115,7 @@ def _together(request: PlanRequest, most: int = 6) -> Change | None:
     texts, given = list[str](), request
     before = row(request).memory.peak.total
     for _ in range(most):
-        possible = [(r, c) for r, c in _tried(request, given) if _trains_as(r, request)]
+        possible = list(_lower(request, _training_the_same(request, given)))
         if not possible:
             return None
         request, change = min(possible, key=lambda each: (not each[1].fits, each[1].peak_bytes))
@@ -124,17 +126,14 @@ def _together(request: PlanRequest, most: int = 6) -> Change | None:
     return None
 
 
-def _trains_as(request: PlanRequest, other: PlanRequest) -> bool:
-    return (request.optimizer, request.adapters) == (other.optimizer, other.adapters)
-
-
 def _last_of_each(texts: list[str]) -> list[str]:
     """The texts without those that a later one overrides (same flag or key)."""
     by_key = {text.split()[0]: text for text in texts}
     return [text for text in texts if by_key[text.split()[0]] is text]
 
 
-def _candidates(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+def _training_the_same(request: PlanRequest, given: PlanRequest) -> Iterator[_Candidate]:
+    """Changes of how and where the same weights are trained. Texts compare with `given`."""
     config = request.config
     yield from _other_layouts(request, given)
     yield from _other_loads(request, given)
@@ -151,7 +150,7 @@ def _candidates(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str,
         yield f"mixed_precision: {half}", request.with_config(config.changed(mixed_precision=half))
 
 
-def _other_layouts(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+def _other_layouts(request: PlanRequest, given: PlanRequest) -> Iterator[_Candidate]:
     config = request.config
     for strategy in possible_strategies(request):
         if strategy is not configured_strategy(config):
@@ -182,7 +181,7 @@ def _needed_for(strategy: ShardingStrategy, given: PlanRequest) -> Iterator[str]
         yield from (f"shardkit.mesh.{name}: 0" for name, size in sizes.items() if size)
 
 
-def _other_loads(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+def _other_loads(request: PlanRequest, given: PlanRequest) -> Iterator[_Candidate]:
     for factor in (2, 4):
         size = request.world_size * factor
         yield f"--world {size} ({size // given.world_size} x the ranks)", replace(request, world_size=size)
@@ -198,14 +197,13 @@ def _other_loads(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str
         yield text, replace(request, seq_len=USUAL_TOKENS)
     if request.loss is not Loss.FUSED:
         yield "--loss fused (a fused or chunked loss in the script)", replace(request, loss=Loss.FUSED)
+
+
+def _training_otherwise(request: PlanRequest) -> Iterator[_Candidate]:
+    """Another optimizer; adapters in place of all weights, and those beside weights in 4 bits. No adapters for a model
+    without linear layers in its blocks, or with frozen parameters of its own."""
     if request.optimizer in {"adam", "adamw"}:
         yield "--optimizer adafactor (another optimizer)", replace(request, optimizer="adafactor")
-    yield from _with_adapters(request)
-
-
-def _with_adapters(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Adapters in place of all weights, and those beside weights in 4 bits; nothing for a model without linear layers
-    in its blocks, or with frozen parameters of its own."""
     adapters = request.adapters
     with suppress(UsageError):
         if adapters is None:
@@ -215,7 +213,7 @@ def _with_adapters(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
             yield "--load-in-4bit (frozen weights in 4 bits)", packed
 
 
-def _shared_sequences(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+def _shared_sequences(request: PlanRequest) -> Iterator[_Candidate]:
     """The fewest ranks that have to share each sequence so that it fits, where not even one sequence a rank does.
 
     None for attention in windows: its masks are of whole sequences on every rank.
