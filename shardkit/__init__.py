@@ -1,6 +1,22 @@
 """Configure, plan, launch and checkpoint sharded PyTorch training.
 
 The names below are the public interface. They are resolved on first use, so that `import shardkit` does not load torch.
+
+The packages, each of which imports from those above it (the exact table: `tests/test_imports.py`):
+
+settings         config; convert, other tools' files; storage, of checkpoints in object stores
+before a run     model, its description; launch, of the ranks; plan, what they will need (its simulation uses sharding)
+on the ranks     distributed, their agreement and collectives
+of a training    sharding, optim, data, checkpoint, tracking; none of these imports another
+a run            runtime: the Accelerator, and what it does with all of these
+other ways in    wizard, submit, doctor; compat, for scripts of Accelerate; ray
+the commands     cli; __main__
+
+Beside them, for all: errors; env, the variables; log; values (JSON for plain values), systems, templates.
+  text           wording, digits, sizes, problems (several at once)
+  processes      new_process, fast_exit, open_files
+  the terminal   spinner; bars, tqdm's
+  calculated     dims, how ranks divide one; signatures
 """
 
 from importlib import import_module
