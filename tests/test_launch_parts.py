@@ -37,7 +37,8 @@ from shardkit.launch import (
     stacks,
 )
 from shardkit.launch.diagnosis import RankOutcome
-from shardkit.launch.hangs import Rank, Seen, Verdict, is_due, judge, render, rows_of, stands_still, warning_of_slow
+from shardkit.launch.hang_texts import render, rows_of, warning_of_slow
+from shardkit.launch.hangs import Rank, Seen, Verdict, is_due, judge, stands_still
 from shardkit.launch.output import Lines, Output
 from shardkit.launch.preflight import Machine
 from shardkit.launch.rank_files import ProgressWriter, RankError, RankProgress

@@ -7,6 +7,6 @@ ranks              ranks, start_methods, forking, preloaded, processes, output, 
                    rank_files, phase_clock
 machines           meeting, stores, store_client, connectivity, addresses, ports
 an elastic run     generations, membership, rosters
-failures, hangs    diagnosis, failure; monitor, hangs, stacks
+failures, hangs    diagnosis, failure; monitor, samples (with stacks) of what ranks do, hangs, hang_texts
 a TPU pod          pod
 """

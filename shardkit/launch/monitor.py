@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardkit.errors import EXIT_PREEMPTED
-from shardkit.launch import hangs, processes, rank_files, stacks
-from shardkit.launch.hangs import HangRow, Rank, Seen, Verdict
-from shardkit.launch.names import stack_path
-from shardkit.launch.stacks import Stack
+from shardkit.launch import hang_texts, hangs, processes, rank_files
+from shardkit.launch.hang_texts import HangRow
+from shardkit.launch.hangs import Rank, Seen, Verdict
+from shardkit.launch.samples import Sampler
 from shardkit.launch.store_client import Alarm
 
 POLL_S = 0.05
@@ -26,20 +26,10 @@ SURVIVOR_GRACE_S = 5.0
 """How long ranks may outlive the failure of another: time to detect it and to log it."""
 CTRL_C_S = 30.0
 """How long ranks have to save after Ctrl-C; at most `stop_timeout_s`."""
-STACKS_S = 10.0
-"""How long ranks have to write their stacks."""
 TELL_S = 2.0
 """How long hanging ranks are kept alive, so that other machines can examine their ranks."""
 GLANCE_S = 5.0
 """How often ranks that were told to stop are looked at."""
-SAMPLES = 4
-"""Number of stack samples, one second apart, that must show a rank at the same line before it counts as not moving."""
-CPU_CHECKS = 10
-"""How often per hang timeout the CPU time of the ranks is read, but at most once per second."""
-WORK_SHARE = 0.005
-"""A rank that uses more than this share of a core is at work. A waiting rank uses a tenth of it, to poll its store."""
-WORK_S = 0.05
-"""CPU seconds that a rank must use between two checks to count as at work: a few clock ticks."""
 
 
 @dataclass
@@ -67,29 +57,34 @@ class Monitor:
         has_device: bool = False,
     ) -> None:
         """`has_others`: other machines have ranks of this run. `has_device`: the ranks use accelerators."""
-        self._has_device = has_device
         self.folder, self.log_dir, self._say, self._has_others = folder, log_dir, say, has_others
         self.hang_timeout_s, self.stop_timeout_s = hang_timeout_s, stop_timeout_s
         self.ranks: dict[int, Rank] = {}
-        self.rows: list[HangRow] | None = None
-        """The table rows of the ranks here, when this or another machine has found a hang."""
+        self._started_s = time.monotonic()
+        self._failed_s: float | None = None
+        """When the first rank failed."""
+        self.killed: set[int] = set()
+        """By pid, as those that were told to stop."""
+        self.stop: Stop | None = None
+        self._told: dict[int, object] = {}
+
         self.is_hung = False
         """Whether this machine found the hang."""
+        self.rows: list[HangRow] | None = None
+        """The table rows of the ranks here, when this or another machine has found a hang."""
         self._is_over = False
+        """Whether no hang is looked for any more."""
         self._kill_s = float("inf")
-        self.stop: Stop | None = None
-        self.killed: set[int] = set()
-        self._told: dict[int, object] = {}
-        """By pid; those that were told to stop."""
-        self._failed_s: float | None = None
-        self._started_s = time.monotonic()
-        self._looked_s = 0.0
-        self._cpu_checked_s = 0.0
-        self._glanced_s = 0.0
+        """When ranks that hang are killed."""
+        self._looked_s = self._glanced_s = 0.0
+        """When they were last examined: for a hang; for a standstill, or for why they do not stop."""
         self._noticed_s = 0.0
         """When the last progress was before the standstill that was told."""
         self._warned: set[tuple[int, str]] = set()
+        """Ranks that are slow, with the line at which each stays."""
+
         self._closing = threading.Event()
+        self._sampler = Sampler(log_dir, hang_timeout_s, has_device, self._closing.wait)
         self._thread = threading.Thread(target=self._run, name="shardkit-monitor", daemon=True)
 
     def start(self) -> None:
@@ -205,9 +200,8 @@ class Monitor:
         """Say where the ranks are that were told to stop, whose time is over."""
         running = self._running(now)
         if running and self.stop is not None:
-            ranks = {number: rank for number, rank in running.items() if not rank.stopped_since_s}
-            rows = hangs.rows_of(self.ranks, self._all_seen(ranks, [self._stacks(ranks)], now), now)
-            self._say(hangs.text_of_late_stop(rows, self.stop.timeout_s))
+            rows = hang_texts.rows_of(self.ranks, self._sampler.glance(running, now), now)
+            self._say(hang_texts.text_of_late_stop(rows, self.stop.timeout_s))
 
     def _end_who_cannot_stop(self, now: float) -> None:
         """Kill ranks that were told to stop, where each has waited for its peers for long: none of them reaches its
@@ -219,13 +213,13 @@ class Monitor:
         if not hangs.is_due(running, limit_s, now, has_peers=False):
             return
         self._glanced_s = now
-        ranks = {number: rank for number, rank in running.items() if not rank.stopped_since_s}
-        if not ranks or not self._are_idle(ranks):
+        awake = {number: rank for number, rank in running.items() if not rank.stopped_since_s}
+        if not awake or not self._sampler.are_idle(awake):
             return
-        seen = self._look_closely(ranks, now)
+        seen = self._sampler.look_closely(awake, now)
         self._look()
-        if all(rank.runs for rank in running.values()) and hangs.all_wait(ranks, seen):
-            self._say(hangs.text_of_no_stop(hangs.rows_of(self.ranks, seen, now)))
+        if all(rank.runs for rank in running.values()) and hangs.all_wait(awake, seen):
+            self._say(hang_texts.text_of_no_stop(hang_texts.rows_of(self.ranks, seen, now)))
             self.kill_all()
 
     def _running(self, now: float) -> dict[int, Rank]:
@@ -238,14 +232,14 @@ class Monitor:
 
     def _find_hang(self, now: float) -> None:
         running = self._running(now)
-        self._check_cpu(running, now)
+        self._sampler.check_cpu(running, now)
         self._notice_standstill(running, now)
         if now - self._looked_s < self.hang_timeout_s:
             return
         if not hangs.is_due(running, self.hang_timeout_s, now, has_peers=self._has_others or len(self.ranks) > 1):
             return
         self._looked_s = now
-        seen = self._look_closely(running, now)
+        seen = self._sampler.look_closely(running, now)
         self._look()
         if not all(rank.runs for rank in running.values()):  # one has ended meanwhile, which is not a hang
             return
@@ -255,7 +249,7 @@ class Monitor:
         if verdict is Verdict.SLOW:
             self._warn(running, seen)
         elif verdict is Verdict.HANG:
-            self.rows = hangs.rows_of(self.ranks, seen, now)
+            self.rows = hang_texts.rows_of(self.ranks, seen, now)
             self.is_hung = self._is_over = True
             self._kill_s = time.monotonic() + (TELL_S if self._has_others else 0.0)
 
@@ -268,23 +262,14 @@ class Monitor:
         if last == self._noticed_s or not hangs.is_due(running, hangs.NOTICE_S, now, has_peers=False):
             return
         self._glanced_s = now
-        ranks = {number: rank for number, rank in running.items() if not rank.stopped_since_s}
-        if not self._are_idle(ranks):
+        if not self._sampler.are_idle(running):
             return
-        found = self._all_seen(ranks, [self._stacks(ranks)], now)
+        found = self._sampler.glance(running, now)
         seen = {number: replace(one, uses_cpu=False) for number, one in found.items()}
         self._look()
         if self.stop is None and all(rank.runs for rank in running.values()) and hangs.stands_still(seen.values()):
             self._noticed_s = last
-            self._say(hangs.notice_of_standstill(hangs.rows_of(self.ranks, seen, now), self.hang_timeout_s))
-
-    def _are_idle(self, ranks: dict[int, Rank]) -> bool:
-        """Whether none of them uses CPU time within a second; False where it is unknown."""
-        pids = {rank.progress.pid for rank in ranks.values()}
-        before = processes.cpu_s(pids)
-        self._closing.wait(CHECK_S)
-        after = processes.cpu_s(pids)
-        return all(pid in before.keys() & after.keys() and abs(after[pid] - before[pid]) <= WORK_S for pid in pids)
+            self._say(hang_texts.notice_of_standstill(hang_texts.rows_of(self.ranks, seen, now), self.hang_timeout_s))
 
     def hear_of(self, alarm: Alarm) -> None:
         """Called when ranks of another machine have failed or hang: stops the detection here. For a hang, samples the
@@ -292,75 +277,15 @@ class Monitor:
         self._is_over = True
         if alarm is Alarm.HANG and self.rows is None:
             now = time.monotonic()
-            running = {n: rank for n, rank in self.ranks.items() if rank.runs and not rank.stopped_since_s}
-            samples = [self._stacks(running)]
-            self.rows = hangs.rows_of(self.ranks, self._all_seen(running, samples, now), now)
-
-    def _check_cpu(self, running: dict[int, Rank], now: float) -> None:
-        """Update `worked_s` of each rank, once per period."""
-        passed_s = now - self._cpu_checked_s
-        if passed_s < self._cpu_period_s:
-            return
-        before = {number: rank.cpu_s for number, rank in running.items()}
-        self._read_cpu(running, now)
-        for number, rank in running.items():
-            was = before[number]
-            if was is None or rank.cpu_s is None or abs(rank.cpu_s - was) > max(WORK_S, WORK_SHARE * passed_s):
-                rank.worked_s = now  # less than before means that a process which it started has ended
-
-    def _read_cpu(self, running: dict[int, Rank], now: float) -> None:
-        used = processes.cpu_s({rank.progress.pid for rank in running.values()})
-        for rank in running.values():
-            rank.cpu_s = used.get(rank.progress.pid)
-        self._cpu_checked_s = now
-
-    @property
-    def _cpu_period_s(self) -> float:
-        return max(CHECK_S, self.hang_timeout_s / CPU_CHECKS)
-
-    def _look_closely(self, running: dict[int, Rank], now: float) -> dict[int, Seen]:
-        """Sample for a few seconds what each rank does, except stopped ones."""
-        ranks = {number: rank for number, rank in running.items() if not rank.stopped_since_s}
-        samples = [self._stacks(ranks)]
-        for _ in range(SAMPLES - 1):
-            self._closing.wait(CHECK_S)
-            samples.append(self._stacks(ranks))
-        self._read_cpu(running, time.monotonic())  # so that CPU time of the samples does not count as work
-        return self._all_seen(ranks, samples, now)
-
-    def _all_seen(self, ranks: dict[int, Rank], samples: list[dict[int, Stack]], now: float) -> dict[int, Seen]:
-        return {number: self._seen(rank, [one.get(number) for one in samples], now) for number, rank in ranks.items()}
-
-    def _seen(self, rank: Rank, found: list[Stack | None], now: float) -> Seen:
-        known = [stack for stack in found if stack is not None]
-        moves = len({stack.frames for stack in known}) > 1
-        return Seen(
-            known[-1] if known else None,
-            moves=moves,
-            uses_cpu=now - rank.worked_s <= 2 * self._cpu_period_s,
-            is_in_collective=bool(known) and all(stack.waits_for_peers for stack in known),
-            waits_for_device=self._has_device and bool(known) and known[-1].is_at_device_wait and not moves,
-        )
+            running = {number: rank for number, rank in self.ranks.items() if rank.runs}
+            self.rows = hang_texts.rows_of(self.ranks, self._sampler.glance(running, now), now)
 
     def _warn(self, running: dict[int, Rank], seen: dict[int, Seen]) -> None:
         """Warn once for each line at which ranks stay."""
-        lines = {(number, hangs.where(seen, number)) for number in seen}
+        lines = {(number, hang_texts.where(seen, number)) for number in seen}
         if not lines <= self._warned:
             self._warned |= lines
-            self._say(hangs.warning_of_slow(running, seen, self.hang_timeout_s))
-
-    def _stacks(self, ranks: dict[int, Rank]) -> dict[int, Stack]:
-        """The current stacks of the ranks that can write them."""
-        paths = {number: stack_path(self.log_dir, number) for number in ranks}
-        written = {number: stacks.size(path) for number, path in paths.items()}
-        asked = [number for number, rank in ranks.items() if processes.ask_for_stacks(rank.progress.pid)]
-        until = time.monotonic() + STACKS_S
-        while any(stacks.size(paths[number]) == written[number] for number in asked):
-            if time.monotonic() > until or self._closing.wait(POLL_S):
-                break
-        self._closing.wait(2 * POLL_S)  # the last lines
-        found = {number: stacks.read(path, written[number]) for number, path in paths.items()}
-        return {number: stack for number, stack in found.items() if stack is not None}
+            self._say(hang_texts.warning_of_slow(running, seen, self.hang_timeout_s))
 
 
 def _send(pid: int, number: int) -> None:

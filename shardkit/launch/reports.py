@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit import errors
 from shardkit.errors import EXIT_PREEMPTED, HangError, Preempted, RankFailure, ShardkitError
-from shardkit.launch import diagnosis, hangs, names, rank_files
+from shardkit.launch import diagnosis, hang_texts, names, rank_files
 from shardkit.launch.diagnosis import RankOutcome
 from shardkit.launch.failure import tells_of_timeout
-from shardkit.launch.hangs import HangRow
+from shardkit.launch.hang_texts import HangRow
 from shardkit.launch.monitor import Monitor
 from shardkit.launch.output import Output
 from shardkit.launch.spec import LaunchSpec
@@ -127,7 +127,7 @@ def error_of(attempt: LaunchAttempt, spec: LaunchSpec, output: Output) -> Shardk
     if attempt.hang:
         first = min(attempt.hang, key=lambda row: row.order).rank
         folders_of_all = dict.fromkeys([attempt.logs[first], *attempt.logs.values()])
-        text = hangs.render(attempt.hang, spec.launch.hang_timeout_s, *folders_of_all)
+        text = hang_texts.render(attempt.hang, spec.launch.hang_timeout_s, *folders_of_all)
         return HangError(text + diagnosis.saved(attempt.committed_step))
     found = diagnosis.diagnose(attempt.outcomes)
     stop, root, logs = attempt.stop, found.outcome, attempt.logs[found.rank]
