@@ -16,100 +16,112 @@ if TYPE_CHECKING:
 
 Choice = TypeVar("Choice", bound=Enum)
 
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="module:function, config.json, .safetensors, llama-3.1-8b, gpt-175b, gpt:layers=..,hidden=..",
+    ),
+]
+World = Annotated[str | None, typer.Option(metavar="N", help="Total number of ranks; by default from the file.")]
+PerMachine = Annotated[
+    str | None, typer.Option(metavar="N", help="Ranks per machine; by default those of the file, or the device's.")
+]
+DeviceName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DEVICE",
+        help="a100-40, a100-80, h100-80, h100-96, h200, b200, gb200, l4, 4090, tpu-v5p, ..., cpu, or 80GiB; "
+        "default: this machine's GPU, or h100-80.",
+    ),
+]
+DeviceMemory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Memory of one device if it differs from the table: 94GiB.")
+]
+Network = Annotated[
+    str | None,
+    typer.Option(metavar="N", help="Total Gb/s of one machine's network adapters; default: the device's usual."),
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Host memory of one machine, for what is offloaded: 512GiB; default: the usual."),
+]
+BatchSize = Annotated[str | None, typer.Option(metavar="N", help="Sequences per micro-batch and rank.")]
+SeqLen = Annotated[str | None, typer.Option(metavar="N", help="Tokens per sequence; by default the model's maximum.")]
+OptimizerName = Annotated[str, typer.Option(metavar="NAME", help="adamw, adam, sgd, momentum, adafactor, ...")]
+Strategy = Annotated[
+    str | None,
+    typer.Option(metavar="WHICH", help="1 to 5 or a name; by default from the file. With --simulate also: all."),
+]
+Simulate = Annotated[bool, typer.Option("--simulate", help="Simulate one training step on fake tensors; needs no GPU.")]
+Exact = Annotated[
+    bool,
+    typer.Option("--exact", help="Simulate every layer, and report the memory that CUDA's allocator reserves."),
+]
+BatchFunction = Annotated[
+    str | None,
+    typer.Option(metavar="FUNCTION", help="For --simulate: module:function that returns one micro-batch."),
+]
+ClosedForm = Annotated[bool, typer.Option("--closed-form", help="By formula only (default).")]
+LogitsAtLoss = Annotated[
+    str,
+    typer.Option(
+        metavar="HOW",
+        help="Logits at the loss: held by the script, dropped before backward, or fused (chunked) loss.",
+    ),
+]
+Averages = Annotated[
+    str,
+    typer.Option(
+        metavar="WHICH", help="Weight averages (EMA) in the script: no, trained (parameters, fp32), model (a copy)."
+    ),
+]
+Tokens = Annotated[
+    str | None, typer.Option(metavar="N", help="Tokens of the whole run, 300B or 15T: how long it takes.")
+]
+Price = Annotated[
+    str | None,
+    typer.Option(metavar="P", help="With --tokens: price of one device for an hour, in any currency: what it costs."),
+]
+Find = Annotated[str | None, typer.Option(metavar="WHAT", help="max-batch, min-gpus or strategy.")]
+Plot = Annotated[Path | None, typer.Option(help="Write a chart: FILE.svg, .html or .png.", **options.PATH)]
+MeasuredFolder = Annotated[
+    Path | None,
+    typer.Option(help="Log folder of a run with launch --measure: compare plan and measurement.", **options.PATH),
+]
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
 
 
 @app.command()
 def plan(
-    of: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="module:function, config.json, .safetensors, llama-3.1-8b, gpt-175b, gpt:layers=..,hidden=..",
-        ),
-    ] = None,
-    world: Annotated[
-        str | None, typer.Option(metavar="N", help="Total number of ranks; by default from the file.")
-    ] = None,
-    per_machine: Annotated[
-        str | None, typer.Option(metavar="N", help="Ranks per machine; by default those of the file, or the device's.")
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DEVICE",
-            help="a100-40, a100-80, h100-80, h100-96, h200, b200, gb200, l4, 4090, tpu-v5p, ..., cpu, or 80GiB; "
-            "default: this machine's GPU, or h100-80.",
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of one device if it differs from the table: 94GiB.")
-    ] = None,
-    network: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="Total Gb/s of one machine's network adapters; default: the device's usual."),
-    ] = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Host memory of one machine, for what is offloaded: 512GiB; default: the usual."
-        ),
-    ] = None,
-    batch_size: Annotated[str | None, typer.Option(metavar="N", help="Sequences per micro-batch and rank.")] = None,
-    seq_len: Annotated[
-        str | None, typer.Option(metavar="N", help="Tokens per sequence; by default the model's maximum.")
-    ] = None,
-    optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help="adamw, adam, sgd, momentum, adafactor, ...")
-    ] = "adamw",
-    strategy: Annotated[
-        str | None,
-        typer.Option(metavar="WHICH", help="1 to 5 or a name; by default from the file. With --simulate also: all."),
-    ] = None,
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="Simulate one training step on fake tensors; needs no GPU.")
-    ] = False,
-    exact: Annotated[
-        bool,
-        typer.Option("--exact", help="Simulate every layer, and report the memory that CUDA's allocator reserves."),
-    ] = False,
-    batch: Annotated[
-        str | None,
-        typer.Option(metavar="FUNCTION", help="For --simulate: module:function that returns one micro-batch."),
-    ] = None,
-    closed_form: Annotated[bool, typer.Option("--closed-form", help="By formula only (default).")] = False,
-    loss: Annotated[
-        str,
-        typer.Option(
-            metavar="HOW",
-            help="Logits at the loss: held by the script, dropped before backward, or fused (chunked) loss.",
-        ),
-    ] = "held",
-    ema: Annotated[
-        str,
-        typer.Option(
-            metavar="WHICH", help="Weight averages (EMA) in the script: no, trained (parameters, fp32), model (a copy)."
-        ),
-    ] = "no",
+    of: ModelArgument = None,
+    model: Model = None,
+    world: World = None,
+    per_machine: PerMachine = None,
+    device: DeviceName = None,
+    memory: DeviceMemory = None,
+    network: Network = None,
+    host_memory: HostMemory = None,
+    batch_size: BatchSize = None,
+    seq_len: SeqLen = None,
+    optimizer: OptimizerName = "adamw",
+    strategy: Strategy = None,
+    simulate: Simulate = False,
+    exact: Exact = False,
+    batch: BatchFunction = None,
+    closed_form: ClosedForm = False,
+    loss: LogitsAtLoss = "held",
+    ema: Averages = "no",
     lora: options.Lora = None,
     lora_targets: options.LoraTargets = None,
     load_in_4bit: options.LoadIn4Bit = False,
-    tokens: Annotated[
-        str | None, typer.Option(metavar="N", help="Tokens of the whole run, 300B or 15T: how long it takes.")
-    ] = None,
-    price: Annotated[
-        str | None,
-        typer.Option(
-            metavar="P", help="With --tokens: price of one device for an hour, in any currency: what it costs."
-        ),
-    ] = None,
-    find: Annotated[str | None, typer.Option(metavar="WHAT", help="max-batch, min-gpus or strategy.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a chart: FILE.svg, .html or .png.", **options.PATH)] = None,
-    measured: Annotated[
-        Path | None,
-        typer.Option(help="Log folder of a run with launch --measure: compare plan and measurement.", **options.PATH),
-    ] = None,
+    tokens: Tokens = None,
+    price: Price = None,
+    find: Find = None,
+    plot: Plot = None,
+    measured: MeasuredFolder = None,
     config: options.ConfigFile = None,
     settings: options.Settings = None,
     as_json: options.AsJson = False,
@@ -119,12 +131,11 @@ def plan(
     from shardkit.config.schema import Config
     from shardkit.digits import number_of_flag
     from shardkit.model.adapters import adapters_of
-    from shardkit.plan import measured as measurement
+    from shardkit.plan import measured as measurements
     from shardkit.plan import picture, request, whole_run
     from shardkit.plan.activations import Loss
     from shardkit.plan.answering import answer
     from shardkit.plan.averages import Ema
-    from shardkit.plan.report import render
     from shardkit.plan.search import Question
     from shardkit.problems import Problems
 
@@ -136,10 +147,10 @@ def plan(
     question = None if find is None else problems.of(_member, "--find", find, Question)
     logits, averages = problems.of(_member, "--loss", loss, Loss), problems.of(_member, "--ema", ema, Ema)
     optimizer_name = problems.of(request.optimizer_name, optimizer)
-    found = None if measured is None else problems.of(measurement.read, measured)
+    measurement = None if measured is None else problems.of(measurements.read, measured)
     if plot is not None:
         problems.of(picture.check, plot)
-    name = problems.of(request.model_name, of or model, path)
+    model_name = problems.of(request.model_name, of or model, path)
     ranks = problems.of(number_of_flag, "--world", world, 1, 1_000_000)
     ranks_of_each = problems.of(number_of_flag, "--per-machine", per_machine, 1, 4096)
     sequences = problems.of(number_of_flag, "--batch-size", batch_size)
@@ -152,16 +163,15 @@ def plan(
     resolved = problems.of(request.configuration, path, settings or [], one_strategy, ranks, ranks_of_each, device)
     planned_device = problems.of(request.device_of, resolved or Config(), device, memory)
     problems.raise_all()
-    assert name and resolved and planned_device and optimizer_name and logits and averages
-    file = None if of or model else path
+    assert model_name and resolved and planned_device and optimizer_name and logits and averages
     asked = replace(
         request.build(
             resolved,
-            name,
+            model_name,
             planned_device,
             per_machine=ranks_of_each,
             network=gigabits,
-            file=file,
+            file=None if of or model else path,
             adapters=adapters,
         ),
         optimizer=optimizer_name,
@@ -180,9 +190,7 @@ def plan(
     if plot is not None:
         picture.save(result, plot)
         typer.echo(f"wrote {plot}", err=True)
-    typer.echo(_json(result, found) if as_json else render(result))
-    if found is not None and not as_json:
-        typer.echo(f"\n{measurement.comparison(result, found)}")
+    typer.echo(_json(result, measurement) if as_json else _text(result, measurement))
 
 
 def _member(flag: str, name: str, kind: "type[Choice]") -> "Choice":
@@ -222,11 +230,19 @@ def _simulation(
     return SimulationOptions(_is_every(strategy), exact) if simulate else None
 
 
-def _json(answer: "Answer", found: "Measured | None") -> str:
+def _text(answer: "Answer", measurement: "Measured | None") -> str:
+    from shardkit.plan import measured
+    from shardkit.plan.report import render
+
+    report = render(answer)
+    return report if measurement is None else f"{report}\n\n{measured.comparison(answer, measurement)}"
+
+
+def _json(answer: "Answer", measurement: "Measured | None") -> str:
     import json
     from dataclasses import asdict
 
     from shardkit.plan.answer import to_json
 
-    measured = {} if found is None else {"measured": asdict(found)}
+    measured = {} if measurement is None else {"measured": asdict(measurement)}
     return json.dumps(to_json(answer) | measured, indent=2)

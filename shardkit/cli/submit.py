@@ -13,15 +13,65 @@ from shardkit.errors import ShardkitError
 if TYPE_CHECKING:
     from shardkit.submit.engines import Engine
 
+EngineName = Annotated[
+    str, typer.Option("--to", metavar="ENGINE", help="slurm, kubeflow, jobset, skypilot, ray or ssh.")
+]
+JobName = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job; default: that of the script.")]
+TimeLimit = Annotated[str | None, typer.Option(metavar="DURATION", help="Time limit: 4h, 90m, 1d12h or 1-12:00:00.")]
+Cores = Annotated[
+    str | None, typer.Option(metavar="N", help="Cores per machine; default: 8 per GPU, or 1 per rank on the CPU.")
+]
+HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Host memory of each machine, e.g. 500GiB.")]
+DeviceName = Annotated[
+    str | None, typer.Option(metavar="DEVICE", help="GPU type, by its name in shardkit plan: h100-80.")
+]
+Image = Annotated[str | None, typer.Option(metavar="NAME:TAG", help="Container image with the script and shardkit.")]
+Volumes = Annotated[
+    list[str] | None,
+    typer.Option(metavar="SOURCE:FOLDER", help="Storage for checkpoints: CLAIM:/data, or s3://bucket:/data."),
+]
+Variables = Annotated[
+    list[str] | None,
+    typer.Option("--env", metavar="NAME=VALUE", help="An environment variable of the script, in the job's file."),
+]
+Hosts = Annotated[Path | None, typer.Option(help="For ssh: a file with one host per line.", **options.PATH)]
+SshProgram = Annotated[
+    str | None,
+    typer.Option(metavar="COMMAND", help="For ssh: the ssh program with its options; default: `ssh -tt ...`."),
+]
+Program = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COMMAND",
+        help="Command that starts shardkit on a machine; default: shardkit, or this Python with its shardkit.",
+    ),
+]
+EngineOptions = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="KEY=VALUE", help="An option of the engine: partition=gpu, namespace=team..."),
+]
+PlannedModel = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="Model to plan for, as in shardkit plan; default: the one in the file."),
+]
+BatchSize = Annotated[str | None, typer.Option(metavar="N", help="For the plan: sequences in a micro-batch.")]
+SeqLen = Annotated[str | None, typer.Option(metavar="N", help="For the plan: tokens in a sequence.")]
+Steps = Annotated[
+    str | None,
+    typer.Option(metavar="N", help="Optimizer steps of the run; sets the time limit from the plan."),
+]
+JobFile = Annotated[Path | None, typer.Option("-o", "--output", help="Write the job to this file.", **options.PATH)]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
+Check = Annotated[bool, typer.Option("--check", help="Validate the job for the engine; start nothing.")]
+Start = Annotated[bool, typer.Option("--submit", help="Start the job with the engine's program.")]
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
 
 
 @app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False, **HELP})
 def submit(
     script: options.Script = None,
-    to: Annotated[
-        str, typer.Option("--to", metavar="ENGINE", help="slurm, kubeflow, jobset, skypilot, ray or ssh.")
-    ] = "",
+    to: EngineName = "",
     module: options.Module = None,
     config: options.ConfigFile = None,
     processes: options.Processes = None,
@@ -38,66 +88,26 @@ def submit(
     measure: options.Measure = False,
     as_accelerate: options.AsAccelerate = False,
     accelerates_meaning: options.AcceleratesMeaning = None,
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the job; default: that of the script.")
-    ] = None,
-    time: Annotated[
-        str | None, typer.Option(metavar="DURATION", help="Time limit: 4h, 90m, 1d12h or 1-12:00:00.")
-    ] = None,
-    cpus: Annotated[
-        str | None, typer.Option(metavar="N", help="Cores per machine; default: 8 per GPU, or 1 per rank on the CPU.")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Host memory of each machine, e.g. 500GiB.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="DEVICE", help="GPU type, by its name in shardkit plan: h100-80.")
-    ] = None,
-    image: Annotated[
-        str | None, typer.Option(metavar="NAME:TAG", help="Container image with the script and shardkit.")
-    ] = None,
-    volume: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SOURCE:FOLDER", help="Storage for checkpoints: CLAIM:/data, or s3://bucket:/data."),
-    ] = None,
-    variables: Annotated[
-        list[str] | None,
-        typer.Option("--env", metavar="NAME=VALUE", help="An environment variable of the script, in the job's file."),
-    ] = None,
-    hosts: Annotated[Path | None, typer.Option(help="For ssh: a file with one host per line.", **options.PATH)] = None,
-    ssh: Annotated[
-        str | None,
-        typer.Option(metavar="COMMAND", help="For ssh: the ssh program with its options; default: `ssh -tt ...`."),
-    ] = None,
-    program: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COMMAND",
-            help="Command that starts shardkit on a machine; default: shardkit, or this Python with its shardkit.",
-        ),
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option("--option", metavar="KEY=VALUE", help="An option of the engine: partition=gpu, namespace=team..."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Model to plan for, as in shardkit plan; default: the one in the file."),
-    ] = None,
-    batch_size: Annotated[
-        str | None, typer.Option(metavar="N", help="For the plan: sequences in a micro-batch.")
-    ] = None,
-    seq_len: Annotated[str | None, typer.Option(metavar="N", help="For the plan: tokens in a sequence.")] = None,
-    steps: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="Optimizer steps of the run; sets the time limit from the plan."),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the job to this file.", **options.PATH)
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Validate the job for the engine; start nothing.")] = False,
-    start: Annotated[bool, typer.Option("--submit", help="Start the job with the engine's program.")] = False,
+    name: JobName = None,
+    time: TimeLimit = None,
+    cpus: Cores = None,
+    memory: HostMemory = None,
+    device: DeviceName = None,
+    image: Image = None,
+    volume: Volumes = None,
+    variables: Variables = None,
+    hosts: Hosts = None,
+    ssh: SshProgram = None,
+    program: Program = None,
+    option: EngineOptions = None,
+    model: PlannedModel = None,
+    batch_size: BatchSize = None,
+    seq_len: SeqLen = None,
+    steps: Steps = None,
+    output: JobFile = None,
+    force: Force = False,
+    check: Check = False,
+    start: Start = False,
 ) -> int:
     """Make a job for a scheduler that runs SCRIPT. Arguments after the script are passed to it; options before it
     override the file."""
