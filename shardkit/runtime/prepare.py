@@ -28,7 +28,7 @@ from shardkit.runtime.likely_mistakes.shared_parameters import refuse_shared
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.run import OfModel, Run, Taken
-from shardkit.sharding.ddp_names import take_names_of_replicas
+from shardkit.sharding.ddp.names import take_names_of_replicas
 from shardkit.wording import first_few
 
 log = get_logger(__name__)
@@ -167,7 +167,7 @@ def _model(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) 
     if (known := _prepared(run, model)) is not None:
         distributed_model.load(run, known, weights)
         return known
-    from shardkit.sharding.ddp import replicate
+    from shardkit.sharding.ddp.replicate import replicate
     from shardkit.sharding.parallelize import at_end_of_backward
 
     names = run.evaluated.pop(model, None)
@@ -214,7 +214,7 @@ def _without_earlier_replica(run: Run, value: Any) -> Any:
     value."""
     if not isinstance(value, DistributedDataParallel) or _prepared(run, value) is not None:
         return value
-    from shardkit.sharding.ddp_replica import Replica
+    from shardkit.sharding.ddp.replica import Replica
 
     return value.module if isinstance(value, Replica) else value
 

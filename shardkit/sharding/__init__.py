@@ -3,7 +3,7 @@
 the order of steps  parallelize; unfit, models that are refused
 what is sharded     units, mesh, shared_memory, init, weight_files
 by FSDP2            the folder fsdp
-by DDP, by XLA      ddp, ddp_replica, ddp_gradients, ddp_hooks, ddp_names; xla
+by DDP, by XLA      the folder ddp; xla
 sequences           the folder context_parallel: ranks that share each sequence
 gradients           gradient_sync, taken_gradients, hooks, mixed_losses, offloaded_gradients
 in blocks           activation, changed_buffers, offload, float8, precision

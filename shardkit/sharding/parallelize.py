@@ -22,8 +22,8 @@ from shardkit.log import get_logger
 from shardkit.model import packed
 from shardkit.sharding import float8, precision, unfit
 from shardkit.sharding.activation import checkpoint_blocks
-from shardkit.sharding.ddp import replicate
-from shardkit.sharding.ddp_replica import Replica
+from shardkit.sharding.ddp.replica import Replica
+from shardkit.sharding.ddp.replicate import replicate
 from shardkit.sharding.gradient_sync import watch_backward
 from shardkit.sharding.init import empty_states, fill, fill_from_rank0, refuse_different_models
 from shardkit.sharding.units import Units, blocks_of, one_unit, units_of
@@ -74,15 +74,7 @@ def distribute(
         _fill(model, units, config, weights, _HOST, _HOST)
         shard_on_xla(model, units, blocks, config)
         return
-    if config.fsdp.activation_checkpointing:
-        checkpoint_blocks(model, blocks, config.shardkit.recompute, config.shardkit.recompute_every)
-    if config.shardkit.offload_activations:  # after activation checkpointing, to offload what that still saves
-        from shardkit.sharding.offload import offload_blocks
-
-        offload_blocks(blocks)
-    if config.shardkit.compile:  # after activation checkpointing, which is compiled, too; before the sharding hooks
-        for block in blocks:  # in place; equal blocks share one compilation
-            block.compile()
+    _change_blocks(model, blocks, config)
     if mesh is None:
         _fill(model, units, config, weights, process.device, process.device)
         if moves:
@@ -98,6 +90,19 @@ def distribute(
     finish(model, units, carried, config, process.device, blocks if config.shardkit.compile else [])
     if eight_bits(config) == "fp8" and home == process.device:
         float8.gather_in_fp8(model)
+
+
+def _change_blocks(model: nn.Module, blocks: list[nn.Module], config: Config) -> None:
+    """Activation checkpointing, activation offload and compilation of blocks, as configured, in this order."""
+    if config.fsdp.activation_checkpointing:
+        checkpoint_blocks(model, blocks, config.shardkit.recompute, config.shardkit.recompute_every)
+    if config.shardkit.offload_activations:  # after activation checkpointing, to offload what that still saves
+        from shardkit.sharding.offload import offload_blocks
+
+        offload_blocks(blocks)
+    if config.shardkit.compile:  # after activation checkpointing, which is compiled, too; before the sharding hooks
+        for block in blocks:  # in place; equal blocks share one compilation
+            block.compile()
 
 
 def load_weights(model: nn.Module, config: Config, process: Process, weights: Path) -> None:

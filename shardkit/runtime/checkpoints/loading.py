@@ -16,7 +16,7 @@ from shardkit.runtime.checkpoints.beginning import joint_session
 from shardkit.runtime.checkpoints.save_session import SaveSession
 from shardkit.runtime.checkpoints.saving import live_of, note_series, root_of, wait
 from shardkit.runtime.run import Run
-from shardkit.sharding import ddp_hooks
+from shardkit.sharding.ddp import comm_hooks
 from shardkit.sharding.gradient_sync import drop_unreduced
 from shardkit.storage.url import Place, Url
 
@@ -101,7 +101,7 @@ def _loaded(run: Run, session: SaveSession, loaded: LoadedState) -> Place:
         optimizer.optimizer.zero_grad()
     for model in run.models:
         drop_unreduced(model, {id(parameter) for parameter in every_parameter(model)})
-    has_forgotten = [ddp_hooks.forget_errors(model) for model in run.models]
+    has_forgotten = [comm_hooks.forget_errors(model) for model in run.models]
     if any(has_forgotten) and run.process.rank == 0:
         log.warning(
             "checkpoint: what PowerSGD has left out of gradients is in no checkpoint; gradients are sent whole for the "

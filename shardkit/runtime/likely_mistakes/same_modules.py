@@ -6,7 +6,7 @@ from torch import nn
 
 from shardkit.distributed.control import ControlGroup, unlike_rank_0
 from shardkit.errors import ModelError
-from shardkit.sharding.ddp_replica import Replica
+from shardkit.sharding.ddp.replica import Replica
 from shardkit.sharding.fsdp.trace import different_modules, trace_of
 
 # This many steps are checked before the optimizer steps, and most of what they do before it happens

@@ -9,7 +9,7 @@ from torch import nn
 from shardkit.distributed.control import ControlGroup, unlike_rank_0
 from shardkit.distributed.tensors import parts_of, unwrapped
 from shardkit.log import get_logger
-from shardkit.sharding.ddp_replica import Replica
+from shardkit.sharding.ddp.replica import Replica
 from shardkit.wording import first_few
 
 log = get_logger(__name__)

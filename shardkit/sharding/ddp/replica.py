@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves
 from shardkit.config.schema import DdpConfig
 from shardkit.distributed.tensors import every_parameter, flat_bytes, is_transformed, travels
 from shardkit.errors import ModelError, UsageError
-from shardkit.sharding import ddp_hooks, precision
-from shardkit.sharding.ddp_names import take_names_of_the_model
+from shardkit.sharding import precision
+from shardkit.sharding.ddp import comm_hooks
+from shardkit.sharding.ddp.names import take_names_of_the_model
 from shardkit.sharding.gradient_sync import EndOfBackward, gradient_sync, take_mean_
 from shardkit.sharding.parameters import refused_hooks
 from shardkit.wording import first_few
@@ -88,9 +89,9 @@ class Replica(DistributedDataParallel):
         self._missing: set[int] = set()  # ids of the parameters that no backward since the last forward has reached
         dtypes = {p.dtype for p in self._all if p.requires_grad}
         if self._section.comm_hook != "no":
-            ddp_hooks.register(self, self._section)
+            comm_hooks.register(self, self._section)
         elif any(precision.reduce_dtype(self._reduce_in, dtype) is not dtype for dtype in dtypes):
-            self.register_comm_hook(self._reduce_in, ddp_hooks.mean_reduced_in)
+            self.register_comm_hook(self._reduce_in, comm_hooks.mean_reduced_in)
         self._takes_attributes = takes_attributes
 
     def _present_kinds(self) -> list[tuple[bool, torch.dtype, tuple[int, ...]]]:

@@ -10,9 +10,9 @@ from shardkit.config.schema import Config
 from shardkit.distributed.process import Process, unchecked_group
 from shardkit.distributed.tensors import every_parameter
 from shardkit.sharding import precision
-from shardkit.sharding.ddp_gradients import take_detach
-from shardkit.sharding.ddp_names import take_names_of_replicas
-from shardkit.sharding.ddp_replica import Replica, ReplicaOfSeveral, replicas
+from shardkit.sharding.ddp.bucket_views import take_detach
+from shardkit.sharding.ddp.names import take_names_of_replicas
+from shardkit.sharding.ddp.replica import Replica, ReplicaOfSeveral, replicas
 from shardkit.sharding.gradient_sync import GradientMean, sync_with_model, watch_backward
 
 _means: WeakSet[GradientMean] = WeakSet()
