@@ -52,6 +52,20 @@ def alone() -> Iterator[None]:
     leave()
 
 
+@pytest.fixture
+def clean_states(alone: None) -> Iterator[None]:
+    """States of Accelerate's API as in a new process, before and after."""
+    from shardkit.compat.states import AcceleratorState, PartialState
+    from shardkit.compat.window import GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield
+    PartialState._timeout, PartialState._has_started_group = None, False
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_leaks() -> Iterator[None]:
     environment, folder, files = dict(os.environ), os.getcwd(), _files_of_the_checkout()

@@ -3,6 +3,7 @@ made in one process."""
 
 import random
 from copy import deepcopy
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -72,6 +73,15 @@ class FlowWithState(Flow):
 def prepared(rank=0, world=1, dataset=None, batch_size=4, seed=7, split_batches=False, even_batches=True, **options):
     loader = DataLoader(Numbers() if dataset is None else deepcopy(dataset), batch_size=batch_size, **options)
     return prepare_loader(loader, rank, world, CPU, seed, split_batches=split_batches, even_batches=even_batches)
+
+
+@dataclass
+class Example:
+    x: torch.Tensor
+
+
+def lists(batches):
+    return [batch.tolist() for batch in batches]
 
 
 def flat(batches):

@@ -1,17 +1,9 @@
 """Loops as people write them. Each reads what plain torch reads in one process, and knows where it is."""
 
 import copy
-import gc
 import io
-import multiprocessing
-import os
 import pickle
-import random
-import subprocess
-import sys
-import time
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from dataclasses import dataclass
+from collections import OrderedDict, defaultdict, namedtuple
 from itertools import accumulate, chain, cycle, islice, product
 
 import pytest
@@ -23,27 +15,33 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    Sampler,
     StackDataset,
     Subset,
     TensorDataset,
-    get_worker_info,
 )
 
 from shardkit import Accelerator
-from shardkit.data import padding
 from shardkit.data.device import to_device
 from shardkit.data.preparing import prepare_loader
 from shardkit.data.skipping import skip_first_batches
 from shardkit.distributed.collectives import gather
 from shardkit.errors import UsageError
 from tests.golden.positions import KINDS
-from tests.loaders import CPU, Flow, FlowWithState, Numbers, ShuffledFlow, flat, moved, prepared, read_inside, run
+from tests.loaders import (
+    CPU,
+    Example,
+    Flow,
+    FlowWithState,
+    Numbers,
+    ShuffledFlow,
+    flat,
+    lists,
+    moved,
+    prepared,
+    read_inside,
+    run,
+)
 from tests.ranks import log_lines
-
-
-def lists(batches):
-    return [batch.tolist() for batch in batches]
 
 
 def place(loader):
@@ -588,11 +586,6 @@ def test_every_position_saved_on_n_ranks_goes_on_on_m(kind):
             assert epoch or after[len(rest) :][:40] == whole[1]
 
 
-@dataclass
-class Example:
-    x: torch.Tensor
-
-
 class Sendable:
     def __init__(self, x):
         self.x = x
@@ -772,144 +765,6 @@ def test_a_loader_class_that_ends_epochs_of_an_endless_sampler_is_refused():
         prepare_loader(loader, 0, 1, CPU)
 
 
-class Slow(Numbers):
-    """The first worker is slower than the second."""
-
-    def __getitem__(self, index):
-        if get_worker_info().id == 0:
-            time.sleep(0.05)
-        return super().__getitem__(index)
-
-
-@pytest.mark.slow
-def test_batches_come_in_order_whatever_worker_is_first(capsys):
-    loader = prepared(dataset=Slow(24), num_workers=2, in_order=False)
-    assert flat(loader) == list(range(24))
-    assert "data: in_order=False is ignored" in capsys.readouterr().err
-
-
-def noisy(numbers):
-    """Draws while it collates, as masking does."""
-    return [(int(number), int(torch.randint(10**6, ())), random.random()) for number in numbers]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("kind", [Numbers, ShuffledFlow, FlowWithState])
-def test_what_collating_draws_in_workers_goes_on_after_a_resume_and_differs_between_ranks(kind, persistent):
-    def loader(rank=0):
-        return prepared(rank, 2, kind(40), num_workers=2, persistent_workers=persistent, collate_fn=noisy)
-
-    whole = [*(one := loader()), *one]
-    for stop in (1, 2, 5, 6):
-        one, given = loader(), []
-        while len(given) < stop:
-            given += islice(one, stop - len(given))
-        assert given == whole[:stop]
-        resumed = moved(loader(), one.state_dict())
-        assert [*resumed, *resumed][: len(whole) - stop] == whole[stop:]
-    drawn, others = ({draw for batch in loader(rank) for _, draw, _ in batch} for rank in range(2))
-    assert not drawn & others
-
-
-class HalfFlow(Flow):
-    """A stream that gives a rank its part."""
-
-    split_by_rank = (0, 2)
-
-
-@pytest.mark.parametrize("batch_size", [4, None])
-@pytest.mark.parametrize("kind", [Numbers, Flow, FlowWithState, HalfFlow])
-def test_without_workers_collating_draws_between_the_draws_of_the_loop_as_in_plain_torch(kind, batch_size):
-    """No batch is collated ahead: a masking collate_fn would draw others after a resume, and so would the model."""
-    world = 2 if kind is HalfFlow else 1
-    collate = noisy if batch_size else (lambda number: noisy([number]))
-
-    def drawn(batches):
-        return [(batch, float(torch.rand(()))) for batch in batches]
-
-    random.seed(0)
-    torch.manual_seed(0)
-    plain = DataLoader(kind(20), batch_size=batch_size, collate_fn=collate, generator=torch.Generator())
-    expected = drawn(plain)
-    random.seed(0)
-    torch.manual_seed(0)
-    loader = prepared(0, world, kind(20), batch_size=batch_size, collate_fn=collate)
-    assert drawn(loader) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("persistent", [False, True])
-def test_ready_batches_in_workers_draw_otherwise_on_every_rank(persistent):
-    def drawn(rank):
-        options = {"batch_size": None, "num_workers": 1, "persistent_workers": persistent}
-        return {float(value) for value in prepared(rank, 2, Noise(8), **options)}
-
-    assert drawn(0) == drawn(0)
-    assert not drawn(0) & drawn(1)
-
-
-class Noise(Numbers):
-    def __getitem__(self, index):
-        return torch.rand(())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [Numbers, ShuffledFlow, FlowWithState])
-def test_loops_that_are_left_begin_anew_with_workers_that_persist(kind):
-    shuffle = {"shuffle": True} if kind is Numbers else {}
-    plain = prepared(dataset=kind(40), num_workers=2, **shuffle)
-    loader = prepared(dataset=kind(40), num_workers=2, persistent_workers=True, prefetch_factor=4, **shuffle)
-    for stop in (1, 10, 3, 10):
-        assert lists(islice(loader, stop)) == lists(islice(plain, stop))
-    skip_first_batches(loader, 6)
-    skip_first_batches(plain, 6)
-    assert lists(loader) == lists(plain)
-    assert len(lists(loader)) == 10
-
-
-CYCLE = """
-import gc, multiprocessing
-from tests.loaders import FlowWithState, prepared
-
-if __name__ == "__main__":
-    loader = prepared(dataset=FlowWithState(40), num_workers=1, persistent_workers=True)
-    next(iter(loader))
-    loader.loader = loader  # as a traceback that is kept refers to it
-    del loader
-    gc.collect()
-    for worker in multiprocessing.active_children():
-        worker.join(60)  # a worker that does not answer for 5 s is killed, and torch does not wait for that
-    print(len(multiprocessing.active_children()))
-"""
-
-
-@pytest.mark.slow
-def test_workers_of_a_loader_in_a_cycle_end_and_let_the_process_end(tmp_path):
-    """They ignore the signal with which torch ends those that do not answer, and Python's exit waits for them."""
-    (tmp_path / "script.py").write_text(CYCLE)
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, str(tmp_path / "script.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
-
-
-@pytest.mark.slow
-def test_workers_of_a_loader_that_is_freed_end_at_once():
-    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "NO"})
-    others = multiprocessing.active_children()
-    loader = accelerator.prepare(DataLoader(Numbers(), num_workers=1, persistent_workers=True))
-    assert len(list(loader)) == 40
-    (worker,) = [one for one in multiprocessing.active_children() if one not in others]
-    gc.disable()
-    try:
-        accelerator._run.loaders.clear()
-        del loader
-        assert not worker.is_alive()
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("kind", [FlowWithState, ShuffledFlow])
 def test_a_stream_that_is_moved_by_hand_is_brought_back_first(kind):
     loader = prepared(dataset=kind())
@@ -926,30 +781,6 @@ def test_a_stream_that_is_moved_by_hand_is_brought_back_first(kind):
     assert lists(loader) == second
     loader.set_epoch(1)
     assert lists(loader) == second
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [Numbers, ShuffledFlow])
-def test_loops_inside_a_loop_with_workers_that_persist(kind):
-    """torch's persistent workers serve one loop: a second one takes them from the first."""
-    options = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 1}
-    epochs = [lists(alone := prepared(dataset=kind(20), num_workers=1)), *(lists(alone) for _ in range(2))]
-    loader, outer, inner = prepared(dataset=kind(20), **options), [], []
-    for number, batch in enumerate(loader):
-        outer.append(batch.tolist())
-        if number == 1:
-            looked = next(iter(loader)).tolist()
-        elif number in (2, 4):
-            inner.append(lists(loader))
-    assert (outer, looked, *inner) == (epochs[0], epochs[1][0], epochs[2], lists(alone))
-    assert lists(loader) == epochs[1]
-    pairs = zip(loader, loader, strict=True)
-    assert [(one.tolist(), other.tolist()) for one, other in pairs] == list(zip(epochs[2], inner[1], strict=True)), (
-        "after epoch 1 come 2 and 3"
-    )
-    kept = iter(loader)
-    next(kept)
-    assert len(lists(loader)) == len(lists(kept)) + 1 == 5
 
 
 def test_a_data_set_whose_state_needs_arguments_is_skipped_through():
@@ -1052,328 +883,3 @@ def test_a_training_loop_that_looks_at_its_own_loader(ranks):
             assert [seen for *_, seen in counts] == [
                 min(40, 4 * world * (n + 1)) for _ in range(2) for n in range(batches)
             ]
-
-
-def gathered(loop) -> list[int]:
-    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "MULTI_CPU"})
-    first = accelerator.prepare(DataLoader(torch.arange(24), batch_size=4))
-    second = accelerator.prepare(DataLoader(torch.arange(100, 117), batch_size=4))
-    found = loop(accelerator, first, second)
-    accelerator.free_memory()
-    return [value for part in found for value in part.tolist()]
-
-
-def both_of_a_zip(accelerator, first, second):
-    return [accelerator.gather_for_metrics(part) for pair in zip(first, second, strict=False) for part in pair]
-
-
-def one_ahead(accelerator, first, second):
-    found, batches = [], iter(second)
-    batch = next(batches)
-    while batch is not None:
-        following = next(batches, None)
-        found.append(accelerator.gather_for_metrics(batch))
-        batch = following
-    return found
-
-
-def labels_read_ahead(accelerator, first, second):
-    """The 15 samples fill all but one place of their two batches, which are as long on both ranks."""
-    loader, found = accelerator.prepare(DataLoader(torch.arange(15), batch_size=4)), []
-    for ahead in (1, 2):
-        waiting = []
-        for batch in chain(loader, [None] * ahead):
-            waiting.append(batch)
-            if len(waiting) > ahead and (batch := waiting.pop(0)) is not None:
-                found.append(accelerator.gather_for_metrics((batch * 2, batch))[0] // 2)
-    return found
-
-
-class Encoding(UserDict):
-    """As Transformers' BatchEncoding."""
-
-    def to(self, device):
-        self.data = {name: value.to(device) for name, value in self.data.items()}
-        return self
-
-
-def batches_as(kind, accelerator):
-    """The same two loaders, with batches of this kind, and what takes the numbers out of a batch."""
-    collate, numbers = {
-        "encoding": (lambda found: Encoding(x=torch.stack(found)), lambda batch: batch["x"]),
-        "data class": (lambda found: Example(torch.stack(found)), lambda batch: batch.x),
-    }[kind]
-    loaders = [DataLoader(data, batch_size=4, collate_fn=collate) for data in (Numbers(24), Numbers(17))]
-    return (*accelerator.prepare(*loaders), numbers)
-
-
-def encodings_one_ahead(accelerator, first, second, kind="encoding"):
-    _, second, numbers = batches_as(kind, accelerator)
-    found, batches = [], iter(second)
-    batch = next(batches)
-    while batch is not None:
-        following = next(batches, None)
-        found.append(accelerator.gather_for_metrics(numbers(batch)))
-        batch = following
-    return found
-
-
-def data_classes_one_ahead(*given):
-    return encodings_one_ahead(*given, kind="data class")
-
-
-def encodings_of_a_zip(accelerator, first, second, kind="encoding"):
-    first, second, numbers = batches_as(kind, accelerator)
-    pairs = zip(first, second, strict=False)
-    return [accelerator.gather_for_metrics(numbers(part)) for pair in pairs for part in pair]
-
-
-def data_classes_of_a_zip(*given):
-    return encodings_of_a_zip(*given, kind="data class")
-
-
-def predictions_inside(accelerator, first, second):
-    return [accelerator.gather_for_metrics(x * 2) // 2 for _ in islice(first, 2) for x in second]
-
-
-def objects_of_each_sample(accelerator, first, second):
-    """One object a sample, with tensors of any length in it."""
-    found = []
-    for batch in second:
-        own = [{"number": value, "boxes": torch.zeros(int(value) % 3 + 1)} for value in batch]
-        found += [one["number"] for one in accelerator.gather_for_metrics(own, use_gather_object=True)]
-    return [torch.stack(found)]
-
-
-def ready_batches(accelerator, first, second):
-    """The last of the three has no partner on the other rank."""
-    loader = accelerator.prepare(DataLoader(torch.arange(15).reshape(3, 5), batch_size=None))
-    return [accelerator.gather_for_metrics(batch * 2) // 2 for batch in loader]
-
-
-def single_samples(accelerator, first, second):
-    """0-dim: the last of the 15 has no partner on the other rank."""
-    loader = accelerator.prepare(DataLoader(torch.arange(15), batch_size=None))
-    return [accelerator.gather_for_metrics(sample * 2) // 2 for sample in loader]
-
-
-def a_value_of_each_sample(accelerator, first, second):
-    """A metric of one sample is 0-dim."""
-    loader = accelerator.prepare(DataLoader(torch.arange(15), batch_size=1))
-    return [accelerator.gather_for_metrics(batch.sum()) for batch in loader]
-
-
-def objects_of_single_samples(accelerator, first, second):
-    loader = accelerator.prepare(DataLoader(torch.arange(15), batch_size=1))
-    return [torch.tensor(accelerator.gather_for_metrics(int(batch))) for batch in loader]
-
-
-def a_value_of_each_batch(accelerator, first, second):
-    loader = accelerator.prepare(DataLoader(torch.arange(9), batch_sampler=OfLengths(4, 2, 3)))
-    return [accelerator.gather_for_metrics(batch.sum()) for batch in loader]
-
-
-class OfLengths(Sampler):
-    """A batch sampler of batches of these lengths."""
-
-    def __init__(self, *lengths):
-        self.lengths = lengths
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __iter__(self):
-        numbers = iter(range(100))
-        return (list(islice(numbers, length)) for length in self.lengths)
-
-
-def batches_of_different_lengths(accelerator, first, second):
-    """The last of the three has no partner on the other rank, which gets the first again."""
-    found = []
-    for lengths in ((4, 2, 3), (2, 2, 3), (2, 3, 2)):
-        loader = accelerator.prepare(DataLoader(torch.arange(9), batch_sampler=OfLengths(*lengths)))
-        for batch in loader:
-            together = accelerator.gather_for_metrics(accelerator.pad_across_processes(batch, pad_index=-1))
-            found.append(together[together >= 0])
-    return found
-
-
-def objects_of_batches_of_different_lengths(accelerator, first, second):
-    loader = accelerator.prepare(DataLoader(torch.arange(9), batch_sampler=OfLengths(4, 2, 3)))
-    return [
-        torch.tensor(accelerator.gather_for_metrics([int(value) for value in batch], use_gather_object=True))
-        for batch in loader
-    ]
-
-
-def losses_of_whole_batches(accelerator, first, second):
-    """Numbers of values: a batch's mean repeated for each sample of a whole one. The last has 1 sample and padding."""
-    return [torch.tensor([len(accelerator.gather_for_metrics(batch.float().mean().repeat(4)))]) for batch in second]
-
-
-def values_that_differ_are_not_cut(accelerator, first, second):
-    """As long as a whole batch, but not a repeated mean."""
-    return [accelerator.gather_for_metrics(torch.arange(4)) for batch in second][-1:]
-
-
-@pytest.mark.parametrize(
-    ("loop", "expected"),
-    [
-        (losses_of_whole_batches, [8, 8, 1]),
-        (values_that_differ_are_not_cut, [0, 1, 2, 3] * 2),
-        (batches_of_different_lengths, [*range(9), *range(7), *range(7)]),
-        (objects_of_batches_of_different_lengths, [*range(9)]),
-        (ready_batches, [*range(15)]),
-        (single_samples, [*range(15)]),
-        (a_value_of_each_sample, [*range(15)]),
-        (objects_of_single_samples, [*range(15)]),
-        (a_value_of_each_batch, [6, 9, 21]),
-        (objects_of_each_sample, [*range(100, 117)]),
-        (both_of_a_zip, [*range(24), *range(100, 117)]),
-        (one_ahead, [*range(100, 117)]),
-        (labels_read_ahead, [*range(15)] * 2),
-        (encodings_one_ahead, [*range(17)]),
-        (data_classes_one_ahead, [*range(17)]),
-        (encodings_of_a_zip, [*range(24), *range(17)]),
-        (data_classes_of_a_zip, [*range(24), *range(17)]),
-        (predictions_inside, [*range(100, 117)] * 2),
-    ],
-)
-def test_samples_for_metrics_are_those_of_their_own_loader(ranks, loop, expected):
-    for found in ranks.run(2, gathered, loop):
-        assert sorted(found) == sorted(expected)
-
-
-def gathered_after_the_loop(samples):
-    """The warnings, with predictions of all batches; and with those of other loaders since."""
-    padding._warn_of_ended_loop.cache_clear()
-    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "MULTI_CPU"})
-    loader, other = accelerator.prepare(DataLoader(Numbers(samples), batch_size=4), DataLoader(Numbers(8)))
-    with log_lines("shardkit.data") as lines:
-        predictions = torch.cat([batch * 2 for batch in loader])
-        for _ in other:
-            accelerator.gather_for_metrics(predictions)
-            break
-        assert not lines
-        for _ in range(2):
-            for _batch in other:
-                found = [prediction * 2 for prediction in loader]
-                accelerator.gather_for_metrics(torch.zeros(1))
-                accelerator.gather_for_metrics(torch.cat(found))
-    accelerator.free_memory()
-    return lines
-
-
-def predictions_read_ahead():
-    """Whether those of the last batch, which are no tensors of it, are warned of."""
-    padding._warn_of_ended_loop.cache_clear()
-    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "MULTI_CPU"})
-    batches = iter(accelerator.prepare(DataLoader(Numbers(13), batch_size=4)))
-    with log_lines("shardkit.data") as lines:
-        batch = next(batches)
-        while batch is not None:
-            predicted, batch = batch * 2, next(batches, None)
-            accelerator.gather_for_metrics(predicted)
-    accelerator.free_memory()
-    return any("or of the last one if the loop was read ahead" in line for line in lines)
-
-
-def test_values_of_a_whole_loop_gathered_after_it_are_told_to_have_the_padding(ranks):
-    for lines in ranks.run(2, gathered_after_the_loop, 13):
-        (line,) = lines
-        assert line.startswith("gather_for_metrics: called after the loop with the values of all its batches")
-    assert ranks.run(2, predictions_read_ahead) == [True, True]
-    assert ranks.run(2, gathered_after_the_loop, 12) == [[], []]
-    assert ranks.run(1, gathered_after_the_loop, 13) == [[]]
-
-
-def gathered_objects(batch_size):
-    """The warnings, and the objects of the last batch, for what is no list of one value per sample."""
-    padding._warn_of_objects.cache_clear()
-    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "MULTI_CPU"})
-    loader = accelerator.prepare(DataLoader(Numbers(7), batch_size=batch_size))
-    with log_lines("shardkit.data") as lines:
-        for batch in loader:
-            accelerator.gather_for_metrics(float(batch.sum()))
-            accelerator.gather_for_metrics([str(int(number)) for number in batch])
-        assert not lines
-        for batch in loader:
-            found = accelerator.gather_for_metrics({"number": batch, "text": [str(int(number)) for number in batch]})
-    accelerator.free_memory()
-    return lines, [text for one in found for text in one["text"]]
-
-
-def test_objects_that_hold_several_samples_are_told_to_have_the_padding(ranks):
-    for lines, found in ranks.run(2, gathered_objects, 2):
-        (line,) = lines
-        assert "one object for all samples of a rank (got dict), so no padding is dropped; pass a list" in line
-        assert found == ["4", "5", "6", "0"]
-    assert ranks.run(2, gathered_objects, 1) == [([], ["6"])] * 2
-    assert ranks.run(1, gathered_objects, 2) == [([], ["6"])]
-
-
-def repeated_losses_of_uneven_batches(samples):
-    accelerator = Accelerator(config={"distributed_type": "MULTI_CPU", "use_cpu": True}, even_batches=False)
-    loader = accelerator.prepare(DataLoader(torch.arange(samples), batch_size=4))
-    gathered = [accelerator.gather_for_metrics(batch.float().mean().repeat(4)) for batch in loader]
-    return [value for part in gathered for value in part.tolist()]
-
-
-@pytest.mark.parametrize("samples", [13, 15])
-def test_a_repeated_loss_counts_the_samples_of_each_rank_where_they_differ(ranks, samples):
-    first, second = ranks.run(2, repeated_losses_of_uneven_batches, samples)
-    assert first == second and len(first) == samples
-    assert sum(first) == sum(range(samples)), "each batch's mean, as often as it has samples"
-
-
-def batches_inside_join_uneven_inputs(samples, even_batches):
-    accelerator = Accelerator(config={"distributed_type": "MULTI_CPU", "use_cpu": True})
-    loader = accelerator.prepare(DataLoader(torch.arange(samples), batch_size=2))
-    accelerator.prepare(DataLoader(Flow(4), batch_size=2))
-    with log_lines("shardkit.data") as lines, accelerator.join_uneven_inputs([], even_batches=even_batches):
-        inside = lists(loader)
-    return inside[-1], lists(loader)[-1], lines
-
-
-def test_join_uneven_inputs_pads_as_it_is_told_and_the_last_sample_with_a_warning(ranks):
-    shares = [(inside, after) for inside, after, _ in ranks.run(2, batches_inside_join_uneven_inputs, 7, False)]
-    assert shares == [([4, 5], [4, 5]), ([6], [6, 0])]
-    for even_batches in (True, None):
-        assert [inside for inside, *_ in ranks.run(2, batches_inside_join_uneven_inputs, 7, even_batches)][1] == [6, 0]
-    (first, *_, lines), (second, *_) = ranks.run(2, batches_inside_join_uneven_inputs, 5, False)
-    assert (first, second) == ([4], [0]) and "fewer samples than ranks (1 for 2); it is padded" in lines[0]
-
-
-def several_rows(samples):
-    return torch.tensor([*samples, *samples])
-
-
-def of_different_lengths(samples):
-    return {"values": torch.tensor(samples), "pairs": several_rows(samples)}
-
-
-@pytest.mark.parametrize("kind", ["map", "stream"])
-@pytest.mark.parametrize("collate", [several_rows, of_different_lengths])
-def test_a_loss_counts_the_samples_where_a_collate_fn_makes_several_rows_of_each(ranks, collate, kind):
-    for losses, values in ranks.run(2, losses_of_rows, collate, kind):
-        assert losses == [*[1.5] * 4, *[5.5] * 4, 8.0, 9.0], "the last batch has one sample a rank"
-        assert values == [float(value) for value in range(10)]
-    for losses, values in ranks.run(2, losses_of_rows, collate, kind, 9):
-        assert losses[8:] == [8.0] and values == [float(value) for value in range(9)]
-
-
-def losses_of_rows(collate, kind, samples=10):
-    """A repeated mean of each pair of ranks' batches, and one value for each sample."""
-    data = Flow(samples) if kind == "stream" else torch.arange(samples)
-    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "MULTI_CPU"})
-    losses, values = [], []
-    for batch in accelerator.prepare(DataLoader(data, batch_size=2, collate_fn=collate)):
-        rows = (batch["values"] if isinstance(batch, dict) else batch.chunk(2)[0]).float()
-        loss = accelerator.reduce(rows.sum(), "sum") / 4 if len(rows) == 2 else rows.mean()
-        losses += accelerator.gather_for_metrics(loss.repeat(2)).tolist()
-        values += accelerator.gather_for_metrics(rows.clone()).tolist()
-    return losses, values
-
-
-def test_a_repeated_loss_of_a_short_batch_counts_its_samples_in_one_process(ranks):
-    assert ranks.run(1, gathered, losses_of_whole_batches) == [[4, 4, 4, 4, 1]]

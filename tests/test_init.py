@@ -15,12 +15,11 @@ import shardkit
 from shardkit.checkpoint.states import state
 from shardkit.cli.main import run
 from shardkit.config.schema import Config
-from shardkit.distributed import process, tensors
+from shardkit.distributed import tensors
 from shardkit.distributed.tensors import unwrapped
 from shardkit.sharding import weight_files
-from shardkit.sharding.mesh import build_mesh
-from shardkit.sharding.parallelize import parallelize
 from tests import checkpoints, models
+from tests.engine import parallel
 from tests.ranks import RankError
 
 
@@ -33,11 +32,6 @@ def config_for(world: int, strategy: int = 1, **fsdp: Any) -> Config:
         shardkit={"seed": 7},
         fsdp_config=settings,
     )
-
-
-def parallel(model: nn.Module, config: Config, weights: Path | None = None) -> nn.Module:
-    here = process.start(config)
-    return parallelize(model, config, build_mesh(config, here), here, weights)
 
 
 def values(model: nn.Module) -> dict[str, Any]:

@@ -13,14 +13,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from shardkit import Accelerator
 from shardkit.config.schema import Config
-from shardkit.distributed import process
 from shardkit.distributed.tensors import local_part
 from shardkit.errors import ModelError, UsageError
 from shardkit.optim import clip, division, kernels, plain_step, rebind, stepping
 from shardkit.sharding.init import init_empty_weights
-from shardkit.sharding.mesh import build_mesh
-from shardkit.sharding.parallelize import parallelize
 from tests import models
+from tests.engine import parallel
 from tests.models import Reductions
 
 
@@ -28,11 +26,6 @@ def config_for(world: int, strategy: int = 1, **fsdp: Any) -> Config:
     machines = 2 if world == 4 else 1
     settings = {"fsdp_sharding_strategy": strategy, **fsdp}
     return Config(num_processes=world, num_machines=machines, use_cpu=True, fsdp_config=settings)
-
-
-def parallel(model: nn.Module, config: Config) -> nn.Module:
-    here = process.start(config)
-    return parallelize(model, config, build_mesh(config, here), here)
 
 
 def tokens(step: int) -> torch.Tensor:

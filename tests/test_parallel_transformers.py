@@ -20,6 +20,7 @@ from shardkit.sharding import weight_files
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
 from shardkit.sharding.units import units_of
+from tests.engine import whole
 
 pytestmark = pytest.mark.slow  # every rank imports Transformers
 
@@ -211,10 +212,6 @@ def other_ways_in(strategy: int, with_adapters: bool) -> dict[str, bool]:
         "its gradients": gradients[0].keys() == gradients[1].keys()
         and all(torch.allclose(gradients[0][name], gradients[1][name], atol=1e-5) for name in gradients[1]),
     }
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @pytest.mark.parametrize("with_adapters", [False, True])

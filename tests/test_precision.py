@@ -21,9 +21,8 @@ from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
 from shardkit.optim import clip, kernels, loss_scale, rebind
 from shardkit.sharding import precision
-from shardkit.sharding.mesh import build_mesh
-from shardkit.sharding.parallelize import parallelize
 from tests import loops, models
+from tests.engine import parallel
 from tests.loops import vectors
 from tests.loops.net import layers, loss_of, started
 from tests.models import Reductions
@@ -37,11 +36,6 @@ def config_for(world: int, strategy: int = 1, mixed_precision: str = "no", dtype
         shardkit={"precision": dtypes or {}},
         fsdp_config={"fsdp_sharding_strategy": strategy, **fsdp},
     )
-
-
-def parallel(model: nn.Module, config: Config) -> nn.Module:
-    here = process.start(config)
-    return parallelize(model, config, build_mesh(config, here), here)
 
 
 def test_what_a_config_means():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardkit.distributed.tensors import travels, whole
-from tests.test_parallel import config_for, parallel
+from tests.engine import config_for, parallel
 
 DTYPES = ["int16", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e8m0fnu"]
 

@@ -23,7 +23,7 @@ def outcomes(folder: Path, *runs: tuple[str, str]) -> list[tuple[int, str]]:
             run.close()
 
 
-@pytest.mark.faults  # test_launch_parts has who is slow and who hangs, without ranks that sleep
+@pytest.mark.faults  # test_hangs has who is slow and who hangs, without ranks that sleep
 @pytest.mark.fault_row(44)
 def test_who_works_or_says_so_goes_on_and_who_waits_in_vain_does_not(tmp_path):
     computes, paused, asleep = outcomes(tmp_path, ("slow", "compute"), ("slow", "pause"), ("plain", "sleep"))
