@@ -81,14 +81,24 @@ def _of_slices(run: Run, data: Any, as_objects: bool) -> Any:
     """All ranks' values in rank order, without those of the padding, which all ranks of a group have; of a sequence
     that slices make up, or that each rank of a group has whole, one. Collective."""
     if as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves(data)):
-        real = padding.real_samples(run.loaders, data, as_objects)
-        collectives.refuse_different([], "gather_for_metrics", run.same_data)
-        everyone = collectives.gather_object([data])
-        if not all(isinstance(one, list) for one in everyone):
-            counts = _real(run, [1] * len(everyone), real and real.ranks)
-            return [one for one, is_real in zip(everyone, counts, strict=True) if is_real]
-        counts = _real(run, [len(one) for one in everyone], real and real.samples)
-        return [item for one, count in zip(everyone, counts, strict=True) for item in one[:count]]
+        return _objects_of_slices(run, data, as_objects)
+    return _tensors_of_slices(run, data)
+
+
+def _objects_of_slices(run: Run, data: Any, as_objects: bool) -> list[Any]:
+    """All ranks' objects, or the items of their lists."""
+    real = padding.real_samples(run.loaders, data, as_objects)
+    collectives.refuse_different([], "gather_for_metrics", run.same_data)
+    everyone = collectives.gather_object([data])
+    if not all(isinstance(one, list) for one in everyone):
+        counts = _real(run, [1] * len(everyone), real and real.ranks)
+        return [one for one, is_real in zip(everyone, counts, strict=True) if is_real]
+    counts = _real(run, [len(one) for one in everyone], real and real.samples)
+    return [item for one, count in zip(everyone, counts, strict=True) for item in one[:count]]
+
+
+def _tensors_of_slices(run: Run, data: Any) -> Any:
+    """Each tensor with the values of all ranks along its first dim."""
     short, real = padding.short_batch(run.loaders, data), padding.real_samples(run.loaders, data, False)
     collectives.refuse_different(data, "gather_for_metrics", run.same_data)
     size, dim, positions = run.region.group.size, *_positions(run.region)

@@ -148,17 +148,7 @@ def start(config: Config) -> Process:
         )
     ranks = launched()
     problem, device = _device(config, ranks)
-    if not dist.is_initialized():
-        _refuse_child_of_rank(ranks)
-        env.remove([names.LAUNCHED])
-    owns_group = not dist.is_initialized() and (ranks.world_size > 1 or config.mode == "fsdp")
-    if owns_group:
-        _join(config, ranks, device)
-        if ranks.world_size > 1:
-            env.mark(_JOINED, MEETING_PLACE)
-        _started[:] = [(dist.group.WORLD, _lasting(config, device))]
-    if dist.is_initialized() and hasattr(os, "register_at_fork"):  # not on Windows
-        _spare_groups_in_forked_processes()
+    owns_group = _start_group(config, ranks, device)
     _refuse_other(_lasting(config, device))
     everyone = control.start(config.shardkit.launch.process_group_timeout_s)
     devices, places = zip(*everyone.exchange([_identity(ranks, device), ranks.local_rank]), strict=True)
@@ -179,6 +169,22 @@ def start(config: Config) -> Process:
         owns_group=owns_group,
         num_machines=max(1, places.count(0)),
     )
+
+
+def _start_group(config: Config, ranks: env.Ranks, device: torch.device) -> bool:
+    """Starts the process group of all ranks, unless there is one, or one rank needs none; returns whether it has."""
+    if not dist.is_initialized():
+        _refuse_child_of_rank(ranks)
+        env.remove([names.LAUNCHED])
+    owns_group = not dist.is_initialized() and (ranks.world_size > 1 or config.mode == "fsdp")
+    if owns_group:
+        _join(config, ranks, device)
+        if ranks.world_size > 1:
+            env.mark(_JOINED, MEETING_PLACE)
+        _started[:] = [(dist.group.WORLD, _lasting(config, device))]
+    if dist.is_initialized() and hasattr(os, "register_at_fork"):  # not on Windows
+        _spare_groups_in_forked_processes()
+    return owns_group
 
 
 _JOINED = "SHARDKIT_JOINED"

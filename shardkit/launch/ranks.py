@@ -44,14 +44,7 @@ def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart:
         processes = start(own)
     alarm = None
     try:
-        while alarm is None and not over(processes):
-            time.sleep(POLL_S)
-            if monitor.is_hung:
-                meeting.raise_alarm(attempt, Alarm.HANG)
-            wanted = meeting.wants_new_world
-            if wanted and monitor.stop is None and monitor.has_begun(BEGIN_S) and wanted():
-                monitor.tell_to_make_way()
-            alarm = meeting.hears_alarm(attempt)
+        alarm = until_over(processes, attempt, meeting, monitor)
         codes = [process.poll() for process in processes]
         if any(code not in (0, None, EXIT_PREEMPTED) for code in codes):
             meeting.raise_alarm(attempt, Alarm.FAILURE)
@@ -64,6 +57,21 @@ def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart:
     return EndedRanks(
         {spec.first_rank + local: process.poll() or 0 for local, process in enumerate(processes)}, frozenset(stopped)
     )
+
+
+def until_over(processes: Sequence[RankProcess], attempt: str, meeting: Meeting, monitor: Monitor) -> Alarm | None:
+    """Waits until the ranks here are `over`, or a machine raises an alarm: returns that. Raises this machine's alarm
+    where its ranks hang, and tells its ranks to make way where the run wants a new world."""
+    alarm = None
+    while alarm is None and not over(processes):
+        time.sleep(POLL_S)
+        if monitor.is_hung:
+            meeting.raise_alarm(attempt, Alarm.HANG)
+        wanted = meeting.wants_new_world
+        if wanted and monitor.stop is None and monitor.has_begun(BEGIN_S) and wanted():
+            monitor.tell_to_make_way()
+        alarm = meeting.hears_alarm(attempt)
+    return alarm
 
 
 def name_of(restart: int) -> str:

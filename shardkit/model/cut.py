@@ -314,27 +314,28 @@ def _odd_dtypes(area: _Area, chosen: set[str]) -> set[str]:
     fully_shard reduces the gradients of a unit in one buffer, so one unit has one dtype.
     """
     found: set[str] = set()
-
-    def members(node: ModuleNode) -> Iterator[ModuleNode]:
-        yield node
-        for child in node.children:
-            if child.fqn not in chosen:
-                yield from members(child)
-
     for unit in area.nodes.values():
         if unit.fqn and unit.fqn not in chosen:
             continue
-        inside = [(node, area.trainable_here(node)) for node in members(unit)]
+        inside = [(node, area.trainable_here(node)) for node in _members(unit, chosen)]
         sizes: Counter[str] = Counter()
         for _, parameters in inside:
             for parameter in parameters:
                 sizes[parameter.dtype] += parameter.numel
         if len(sizes) > 1:
             of_itself = {parameter.dtype for parameter in area.trainable_here(unit)}  # which cannot leave the unit
-            common = of_itself.pop() if len(of_itself) == 1 else sizes.most_common(1)[0][0]
-            odd = [node.fqn for node, own in inside if own and all(p.dtype != common for p in own)]
+            main = of_itself.pop() if len(of_itself) == 1 else sizes.most_common(1)[0][0]
+            odd = [node.fqn for node, own in inside if own and all(p.dtype != main for p in own)]
             found.update(area.first_name[fqn] for fqn in odd if fqn != unit.fqn)
     return found
+
+
+def _members(node: ModuleNode, chosen: set[str]) -> Iterator[ModuleNode]:
+    """The node and the nodes inside, without the units among these and what is in them."""
+    yield node
+    for child in node.children:
+        if child.fqn not in chosen:
+            yield from _members(child, chosen)
 
 
 def _dissolve_for_shared(area: _Area, chosen: set[str]) -> set[str]:

@@ -143,7 +143,7 @@ class Run:
         self.forget()
 
     def forget(self) -> None:
-        """Drops all prepared objects; the step counters keep counting."""
+        """Drops all prepared objects, and begins anew with what follows these; the step counters keep counting."""
         self.models, self.optimizers, self.schedulers = [], [], []
         self.evaluated = {}
         self.trees = WeakKeyDictionary()
@@ -162,9 +162,14 @@ class Run:
             self.events,
             ends_with_data=section.end_window_with_data,
         )
+        self._watch_for_mistakes()
+        foreign_steps.watch(self.accumulation)
+
+    def _watch_for_mistakes(self) -> None:
+        """Makes what tells likely mistakes, and the order of its checks before a step."""
         full = settings.full_world_size() or 0
         keeps_batch = full > self.process.world_size
-        may_keep_it = full == self.process.world_size and not section.data.split_batches
+        may_keep_it = full == self.process.world_size and not self.config.shardkit.data.split_batches
         is_main, control = self.process.is_main, self.process.control
         self.same_modules = SameModules(self.models, control, self.config.debug)
         self.same_data = SameData(self.loaders, control, self.region.group.size)
@@ -186,7 +191,6 @@ class Run:
             self.schedule_lengths.check,
             WholeSequences(self.region, is_main).check,
         )
-        foreign_steps.watch(self.accumulation)
 
     def refuse_if_left(self, call: str) -> None:
         """UsageError where the process group of this run's ranks has ended: each would take itself for all of them."""

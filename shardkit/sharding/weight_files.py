@@ -48,14 +48,18 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
             problems.append(f"{path}: {problem}")
     unused = {name for name, _ in files.values()} - {name for name, _ in there.values()}
     _warn_of_rest(weights, unused, sorted(map(clean_name, {*state} - loaded)))
-    if not problems and (of_own_code or custom_state.is_customized(model)):
-        try:
-            custom_state.load(model, of_own_code, is_strict=True)
-        except Exception as error:  # in the model's own code
-            problems.append(
-                f"{weights}: {type(model).__name__}.load_state_dict failed ({error}); use weights of this model."
-            )
-    return loaded, problems
+    return loaded, problems or _load_by_own_code(model, of_own_code, weights)
+
+
+def _load_by_own_code(model: nn.Module, tensors: dict[str, torch.Tensor], weights: Path) -> list[str]:
+    """Load what is no parameter or buffer of the model, where it has any; returns the problem."""
+    if not (tensors or custom_state.is_customized(model)):
+        return []
+    try:
+        custom_state.load(model, tensors, is_strict=True)
+    except Exception as error:  # in the model's own code
+        return [f"{weights}: {type(model).__name__}.load_state_dict failed ({error}); use weights of this model."]
+    return []
 
 
 def _warn_of_rest(weights: Path, unused: set[str], kept: list[str]) -> None:

@@ -72,25 +72,40 @@ def by_name(
     Accelerate saves the names of the model with the optimizer's number under FSDP. Under DDP it saves numbers, in the
     order of the param groups.
     """
-    groups = state["param_groups"]
-    members = [group["params"] for group in groups]
-    if all(isinstance(name, str) for those in members for name in those):
-        model = number if number < len(models) else 0
-        named = [[name_in_run(model, name) for name in those] for those in members]
-        rows = {name_in_run(model, name): row for name, row in state["state"].items()}
-        extra = state["extra"]
-    else:
-        here = f"convert: {source}: optimizer {number} numbers its parameters"
-        if prepared is None:
-            raise CheckpointError(f"{here}; give their names with --model, or skip the optimizer with --weights-only.")
-        named = _names(number, [len(those) for those in members], len(models), prepared, here)
-        numbers = [str(parameter) for those in members for parameter in those]  # DCP turns keys into strings
-        names = dict(zip(numbers, (name for those in named for name in those), strict=True))
-        rows = {names[str(key)]: row for key, row in state["state"].items()}
-        _check_shapes(rows, models, here)
-        extra = with_names(state["extra"], named)
-    groups = [{**group, "params": those} for group, those in zip(groups, named, strict=True)]
+    if all(isinstance(name, str) for those in _members(state) for name in those):
+        return _by_own_names(state, number if number < len(models) else 0)
+    here = f"convert: {source}: optimizer {number} numbers its parameters"
+    if prepared is None:
+        raise CheckpointError(f"{here}; give their names with --model, or skip the optimizer with --weights-only.")
+    named = _names(number, [len(those) for those in _members(state)], len(models), prepared, here)
+    found = _by_names_of_numbers(state, named)
+    _check_shapes(found["state"], models, here)
+    return found
+
+
+def _members(state: Mapping[str, Any]) -> list[list[Any]]:
+    """Of each param group, its parameters: names or numbers."""
+    return [group["params"] for group in state["param_groups"]]
+
+
+def _by_own_names(state: Mapping[str, Any], model: int) -> dict[str, Any]:
+    """A state with names of the model's parameters, with those that they have in a run."""
+    named = [[name_in_run(model, name) for name in those] for those in _members(state)]
+    rows = {name_in_run(model, name): row for name, row in state["state"].items()}
+    return {**state, "state": rows, "param_groups": _with_members(state, named)}
+
+
+def _by_names_of_numbers(state: Mapping[str, Any], named: list[list[str]]) -> dict[str, Any]:
+    """A state with numbers for parameters, with these names in their place; `named`: of each param group."""
+    numbers = [str(parameter) for those in _members(state) for parameter in those]  # DCP turns keys into strings
+    names = dict(zip(numbers, (name for those in named for name in those), strict=True))
+    rows = {names[str(key)]: row for key, row in state["state"].items()}
+    groups, extra = _with_members(state, named), with_names(state["extra"], named)
     return {**state, "state": rows, "param_groups": groups, "extra": extra}
+
+
+def _with_members(state: Mapping[str, Any], named: list[list[str]]) -> list[dict[str, Any]]:
+    return [{**group, "params": those} for group, those in zip(state["param_groups"], named, strict=True)]
 
 
 def _names(number: int, sizes: list[int], model_count: int, prepared: Prepared, here: str) -> list[list[str]]:

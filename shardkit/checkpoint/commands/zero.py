@@ -213,6 +213,26 @@ class _Parts:
 
     def optimizer(self) -> dict[str, Any]:
         """As torch's state_dict, with names for numbers."""
+        states, numbers = self._numbered_states(), range(len(self._shapes))
+        rows = [[state["state"].get(number, {}) for number in numbers] for state in states]
+        _refuse_other_steps([rank[0].get("step") for rank in rows], self._where)
+        named: dict[str, dict[str, Any]] = {name: {} for name in self.names()}
+        for key, value in rows[0][0].items():
+            if isinstance(value, torch.Tensor) and value.dim() == 1:
+                found: Mapping[str, Any] = self._tensors([[row[key] for row in rank] for rank in rows])
+            else:
+                found = dict.fromkeys(named, value)
+            for name in named:
+                named[name][key] = found[name]
+        groups = [
+            {**group, "params": [name for number in group["params"] for name in self._shapes[number]]}
+            for group in states[0]["param_groups"]
+        ]
+        return {"state": {name: row for name, row in named.items() if row}, "param_groups": groups}
+
+    def _numbered_states(self) -> list[dict[str, Any]]:
+        """Each rank's state of the optimizer, by the numbers of the model's param groups. CheckpointError where it is
+        of another form."""
         name = "optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state"
         states: list[Any] = [rank.get(name) for rank in self._ranks]
         if not all(isinstance(state, dict) and "param_groups" in state for state in states):
@@ -220,28 +240,13 @@ class _Parts:
                 f"{self._where}: its optimizer's state has another form (an elastic checkpoint?); convert only the "
                 "model with --weights-only."
             )
-        settings, numbers = states[0]["param_groups"], range(len(self._shapes))
-        if [number for group in settings for number in group["params"]] != [*numbers]:
+        members, count = [group["params"] for group in states[0]["param_groups"]], len(self._shapes)
+        if [number for those in members for number in those] != [*range(count)]:
             raise CheckpointError(
-                f"{self._where}: its optimizer has other param groups than its model (got "
-                f"{[group['params'] for group in settings]}, {len(numbers)} in the model); convert only the model with "
-                "--weights-only."
+                f"{self._where}: its optimizer has other param groups than its model (got {members}, {count} in the "
+                "model); convert only the model with --weights-only."
             )
-        rows = [[state["state"].get(number, {}) for number in numbers] for state in states]
-        state: dict[str, dict[str, Any]] = {name: {} for name in self.names()}
-        _refuse_other_steps([rank[0].get("step") for rank in rows], self._where)
-        for key, value in rows[0][0].items():
-            if isinstance(value, torch.Tensor) and value.dim() == 1:
-                found: Mapping[str, Any] = self._tensors([[row[key] for row in rank] for rank in rows])
-            else:
-                found = dict.fromkeys(state, value)
-            for name in state:
-                state[name][key] = found[name]
-        groups = [
-            {**group, "params": [name for number in group["params"] for name in self._shapes[number]]}
-            for group in settings
-        ]
-        return {"state": {name: row for name, row in state.items() if row}, "param_groups": groups}
+        return states
 
     def _tensors(self, vectors: list[list[torch.Tensor]]) -> dict[str, LazyTensor]:
         """{name: tensor} of all trained parameters. `vectors`: of each rank, by group or sub-group."""
