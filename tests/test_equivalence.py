@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.config.schema import Config
 from shardkit.distributed import process
-from shardkit.distributed.tensors import unwrapped
+from shardkit.distributed.modules import unwrapped
 from shardkit.optim import clip, rebind, stepping
 from shardkit.sharding import precision
 from shardkit.sharding.gradient_sync import gradient_sync

@@ -15,8 +15,8 @@ import shardkit
 from shardkit.checkpoint.states import state
 from shardkit.cli.main import run
 from shardkit.config.schema import Config
-from shardkit.distributed import tensors
-from shardkit.distributed.tensors import unwrapped
+from shardkit.distributed import modules
+from shardkit.distributed.modules import unwrapped
 from shardkit.sharding import weight_files
 from tests import checkpoints, models
 from tests.engine import parallel
@@ -335,7 +335,7 @@ def compiled(folder: Path, is_empty: bool) -> dict[str, Any]:
     model = empty() if is_empty else models.Gpt()
     model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
     whole = parallel(torch.compile(model, backend="eager"), config_for(2), folder)
-    return {tensors.clean_name(fqn): value for fqn, value in values(whole).items()}
+    return {modules.clean_name(fqn): value for fqn, value in values(whole).items()}
 
 
 @pytest.mark.parametrize("is_empty", [True, False])

@@ -9,7 +9,7 @@ from torch import nn
 from shardkit.config.checks import problems
 from shardkit.config.schema import Config, FsdpConfig, ShardkitConfig
 from shardkit.distributed import process
-from shardkit.distributed.tensors import unwrapped
+from shardkit.distributed.modules import unwrapped
 from shardkit.model import gpt
 from shardkit.plan import worker
 from shardkit.plan.closed_form import estimate

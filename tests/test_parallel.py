@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from shardkit.config.meaning import MeshSizes, mesh_sizes
 from shardkit.config.schema import Config, FsdpConfig
 from shardkit.distributed import process
-from shardkit.distributed.tensors import unwrapped
+from shardkit.distributed.modules import unwrapped
 from shardkit.errors import ConfigError, MachineError, ModelError
 from shardkit.optim.clip import clip_grad_norm_
 from shardkit.sharding import parallelize as engine

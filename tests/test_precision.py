@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardkit import Accelerator
 from shardkit.config.schema import Config
 from shardkit.distributed import process
-from shardkit.distributed.tensors import unwrapped
+from shardkit.distributed.modules import unwrapped
 from shardkit.errors import UsageError
 from shardkit.optim import clip, kernels, loss_scale, rebind
 from shardkit.sharding import precision

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardkit.distributed.tensors import unwrapped
+from shardkit.distributed.modules import unwrapped
 from shardkit.errors import ModelError, UsageError
 from shardkit.sharding.activation import checkpoint_blocks
 from shardkit.sharding.offload import offload_blocks

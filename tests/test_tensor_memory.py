@@ -10,7 +10,7 @@ from shardkit import Accelerator
 from shardkit.checkpoint.exporting import save_model
 from shardkit.checkpoint.states.state import Live, model_tensors
 from shardkit.distributed import control
-from shardkit.distributed.tensors import unwrapped
+from shardkit.distributed.modules import unwrapped
 from shardkit.errors import CheckpointError
 from shardkit.runtime.checkpoints import objects
 from shardkit.sharding.shared_memory import pairs_in_same_memory

@@ -38,8 +38,8 @@ from shardkit.compat.touched import TOUCHED, note_member
 from shardkit.compat.window import GradientState
 from shardkit.config.schema import StateDictType
 from shardkit.distributed import collectives
+from shardkit.distributed.modules import every_parameter, is_fsdp
 from shardkit.distributed.nested import leaves, map_tensors
-from shardkit.distributed.tensors import every_parameter, is_fsdp
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import accelerator as own

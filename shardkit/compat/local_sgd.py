@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from shardkit.compat.facade import Accelerator
-from shardkit.distributed.tensors import every_parameter
+from shardkit.distributed.modules import every_parameter
 from shardkit.errors import UsageError
 from shardkit.sharding.gradient_sync import gradient_sync
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardkit.compat.kinds import CustomDtype
 from shardkit.distributed import accelerators
-from shardkit.distributed.tensors import unwrapped
+from shardkit.distributed.modules import unwrapped
 from shardkit.errors import UsageError
 from shardkit.runtime.summary import tied_groups
 from shardkit.sharding import init, weight_files

@@ -15,7 +15,8 @@ from shardkit import env
 from shardkit.compat.differences import takes_back
 from shardkit.data.device import to_device
 from shardkit.distributed import collectives, nested
-from shardkit.distributed.tensors import every_parameter, is_dtensor, unwrapped
+from shardkit.distributed.modules import every_parameter, unwrapped
+from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import UsageError
 from shardkit.runtime.checkpoints import objects
 from shardkit.sharding import precision

@@ -17,7 +17,7 @@ from torch import nn
 from shardkit import env
 from shardkit.compat.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from shardkit.compat.operations import is_peft_model
-from shardkit.distributed.tensors import clean_name, every_parameter
+from shardkit.distributed.modules import clean_name, every_parameter
 from shardkit.errors import CheckpointMissing
 from shardkit.runtime.checkpoints import separate_checkpoints
 

@@ -7,7 +7,8 @@ import xxhash
 from torch import nn
 
 from shardkit.distributed import collectives, control
-from shardkit.distributed.tensors import bytes_of, clean_name, flat_bytes, is_dtensor, unwrapped
+from shardkit.distributed.modules import clean_name, unwrapped
+from shardkit.distributed.tensors import bytes_of, flat_bytes, is_dtensor
 from shardkit.errors import UsageError
 
 Reduction = Literal["mean", "rank0"]

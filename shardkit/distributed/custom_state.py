@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.distributed.tensors import clean_name, local_part, unwrapped
+from shardkit.distributed.modules import clean_name, unwrapped
+from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointError
 from shardkit.wording import first_few
 

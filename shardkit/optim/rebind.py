@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from shardkit.distributed.host_memory import device_of_state
-from shardkit.distributed.tensors import unwrapped
+from shardkit.distributed.modules import unwrapped
 from shardkit.errors import ModelError
 from shardkit.optim.kernels import parameters_of
 from shardkit.optim.parts import sharded_part

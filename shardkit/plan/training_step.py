@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from shardkit.config.schema import Config
+from shardkit.distributed.modules import every_parameter
 from shardkit.distributed.process import Process
-from shardkit.distributed.tensors import every_parameter
 from shardkit.errors import ModelError
 from shardkit.optim.plain_step import Stepper
 from shardkit.optim.stepping import stepper_of

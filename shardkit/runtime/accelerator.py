@@ -33,8 +33,8 @@ from shardkit.config.schema import Config
 from shardkit.data import skipping
 from shardkit.data.loader import PreparedLoader
 from shardkit.distributed import accelerators, process
+from shardkit.distributed.modules import unwrapped
 from shardkit.distributed.seed import set_seed
-from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import (

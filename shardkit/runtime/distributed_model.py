@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardkit.config.meaning import eight_bits
-from shardkit.distributed.tensors import is_dtensor, unwrapped
+from shardkit.distributed.modules import unwrapped
+from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.model.live import tree_of

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardkit import env
 from shardkit.distributed import accelerators
-from shardkit.distributed.tensors import every_parameter, local_part
+from shardkit.distributed.modules import every_parameter
+from shardkit.distributed.tensors import local_part
 from shardkit.launch import names
 from shardkit.log import get_logger
 from shardkit.runtime.run import Run

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from shardkit.distributed.control import ControlGroup
+from shardkit.distributed.modules import clean_name, is_compiled
 from shardkit.distributed.nested import leaves
-from shardkit.distributed.tensors import clean_name, is_compiled, is_composed, is_transformed, local_part
+from shardkit.distributed.tensors import is_composed, is_transformed, local_part
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
 from shardkit.optim.kernels import parameters_of

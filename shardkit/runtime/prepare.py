@@ -18,7 +18,8 @@ from shardkit.data.loop import Call
 from shardkit.data.preparing import prepare_loader
 from shardkit.distributed import accelerators
 from shardkit.distributed.host_memory import keep_state_there
-from shardkit.distributed.tensors import every_parameter, is_composed, is_dtensor, layers, unwrapped
+from shardkit.distributed.modules import every_parameter, layers, unwrapped
+from shardkit.distributed.tensors import is_composed, is_dtensor
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.log import get_logger
 from shardkit.optim import rebind

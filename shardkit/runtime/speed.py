@@ -6,7 +6,7 @@ from shardkit.config.meaning import dtypes
 from shardkit.data.loader import active_loader
 from shardkit.data.loop import alive
 from shardkit.distributed import accelerators, xla
-from shardkit.distributed.tensors import every_parameter
+from shardkit.distributed.modules import every_parameter
 from shardkit.plan import devices
 from shardkit.runtime import measure
 from shardkit.runtime.run import Run

@@ -16,8 +16,9 @@ from shardkit.config.meaning import offloads_state
 from shardkit.config.schema import Config
 from shardkit.data.loader import PreparedLoader
 from shardkit.distributed import xla
+from shardkit.distributed.modules import every_parameter, is_fsdp, unwrapped
 from shardkit.distributed.process import Process
-from shardkit.distributed.tensors import every_parameter, is_fsdp, local_part, unwrapped
+from shardkit.distributed.tensors import local_part
 from shardkit.model import packed
 from shardkit.runtime.run import Run
 from shardkit.sharding import precision

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardkit.distributed.tensors import every_parameter, is_fsdp
+from shardkit.distributed.modules import every_parameter, is_fsdp
 from shardkit.errors import UsageError
 from shardkit.sharding import hooks
 

@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.distributed import control
-from shardkit.distributed.tensors import clean_name, every_parameter, flat_bytes, is_dtensor, parts_of, put
+from shardkit.distributed.modules import clean_name, every_parameter
+from shardkit.distributed.tensors import flat_bytes, is_dtensor, parts_of, put
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
 from shardkit.model import packed

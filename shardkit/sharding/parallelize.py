@@ -16,7 +16,7 @@ from shardkit.config import xla as xla_settings
 from shardkit.config.meaning import dtypes, eight_bits
 from shardkit.config.schema import Config
 from shardkit.distributed import control
-from shardkit.distributed.tensors import is_fsdp
+from shardkit.distributed.modules import is_fsdp
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
 from shardkit.model import packed

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from shardkit.config.meaning import WIDE, dtypes, eight_bits, without_bf16
 from shardkit.config.schema import Config
 from shardkit.distributed import accelerators, control
-from shardkit.distributed.tensors import every_parameter
+from shardkit.distributed.modules import every_parameter
 from shardkit.errors import MachineError
 from shardkit.log import get_logger
 from shardkit.model.cut import trained_dtype

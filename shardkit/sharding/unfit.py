@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.config.schema import Config
 from shardkit.distributed import xla
-from shardkit.distributed.tensors import is_compiled, is_composed, is_dtensor, is_fsdp, is_fsdp_1
+from shardkit.distributed.modules import is_compiled, is_fsdp, is_fsdp_1
+from shardkit.distributed.tensors import is_composed, is_dtensor
 from shardkit.errors import MachineError, ModelError
 from shardkit.model import packed
 from shardkit.sharding.parameters import IN_BACKWARD, has_gradient_hooks, refused_hooks

@@ -13,7 +13,8 @@ from torch import nn
 
 from shardkit.distributed import custom_state
 from shardkit.distributed.collectives import rank
-from shardkit.distributed.tensors import clean_name, put, unwrapped
+from shardkit.distributed.modules import clean_name, unwrapped
+from shardkit.distributed.tensors import put
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
 from shardkit.model.weights import files_in_index, read_header

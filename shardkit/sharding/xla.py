@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardkit.config import xla as settings
 from shardkit.config.schema import Config
 from shardkit.distributed import xla
-from shardkit.distributed.tensors import every_parameter, outside_inference_mode
+from shardkit.distributed.modules import every_parameter
+from shardkit.distributed.tensors import outside_inference_mode
 from shardkit.sharding import activation, hooks, parameters
 from shardkit.sharding.units import Units
 

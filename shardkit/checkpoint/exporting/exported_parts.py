@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from shardkit.checkpoint.states import state
-from shardkit.distributed.tensors import clean_name, local_part, unwrapped
+from shardkit.distributed.modules import clean_name, unwrapped
+from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
 from shardkit.storage.url import Place

@@ -20,7 +20,8 @@ from shardkit.checkpoint.states.ties import Tie
 from shardkit.distributed import custom_state, random_state
 from shardkit.distributed.control import ControlGroup
 from shardkit.distributed.custom_state import CustomState
-from shardkit.distributed.tensors import every_parameter, is_composed
+from shardkit.distributed.modules import every_parameter
+from shardkit.distributed.tensors import is_composed
 from shardkit.errors import CheckpointCorrupted
 from shardkit.log import get_logger
 from shardkit.storage.url import Place

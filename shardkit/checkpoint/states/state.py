@@ -27,15 +27,8 @@ from shardkit.checkpoint.files.layout import Index, Kind, Mesh, section_name
 from shardkit.checkpoint.files.state_json import ItemPlace, extra_state, fqn_at, label_of, section_of
 from shardkit.checkpoint.states import optimizers, tensors
 from shardkit.distributed import random_state, xla
-from shardkit.distributed.tensors import (
-    clean_name,
-    is_dtensor,
-    layers,
-    local_part,
-    outside_inference_mode,
-    unwrapped,
-    whole,
-)
+from shardkit.distributed.modules import clean_name, layers, unwrapped
+from shardkit.distributed.tensors import is_dtensor, local_part, outside_inference_mode, whole
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.model import packed
 

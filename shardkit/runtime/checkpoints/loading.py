@@ -8,7 +8,7 @@ from shardkit.checkpoint.loading.load_plan import LoadOptions
 from shardkit.checkpoint.loading.read import LoadedState
 from shardkit.checkpoint.saving import claim, nan
 from shardkit.distributed import progress
-from shardkit.distributed.tensors import every_parameter
+from shardkit.distributed.modules import every_parameter
 from shardkit.errors import CheckpointError, CheckpointMissing, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import settings

@@ -17,7 +17,8 @@ from typing import Any
 from torch import nn
 
 from shardkit.distributed import collectives, xla
-from shardkit.distributed.tensors import every_parameter, is_dtensor
+from shardkit.distributed.modules import every_parameter
+from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import CheckpointSaveError, UsageError
 from shardkit.runtime.run import OfModel, Run
 from shardkit.signatures import signature

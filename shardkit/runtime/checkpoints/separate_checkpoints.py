@@ -20,7 +20,7 @@ from shardkit.checkpoint.saving.save_request import SaveRequest
 from shardkit.checkpoint.states import state
 from shardkit.checkpoint.states.state import Live
 from shardkit.distributed import random_state
-from shardkit.distributed.tensors import clean_name, every_parameter, unwrapped
+from shardkit.distributed.modules import clean_name, every_parameter, unwrapped
 from shardkit.runtime.checkpoints.beginning import begin_save
 from shardkit.runtime.checkpoints.loading import begin_load
 from shardkit.runtime.checkpoints.saving import mesh_of, state_kind

@@ -20,7 +20,7 @@ from shardkit.checkpoint.saving.attempt import together
 from shardkit.checkpoint.saving.save_request import SaveRequest
 from shardkit.checkpoint.states import state
 from shardkit.distributed.control import ControlGroup
-from shardkit.distributed.tensors import unwrapped
+from shardkit.distributed.modules import unwrapped
 from shardkit.errors import UsageError
 from shardkit.runtime.checkpoints.hooks import StateHooks
 

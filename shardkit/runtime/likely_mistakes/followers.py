@@ -7,7 +7,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from shardkit.distributed.tensors import every_parameter, local_part
+from shardkit.distributed.modules import every_parameter
+from shardkit.distributed.tensors import local_part
 from shardkit.log import get_logger
 from shardkit.wording import first_few
 

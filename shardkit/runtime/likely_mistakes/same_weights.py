@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from shardkit.distributed.control import ControlGroup, unlike_rank_0
-from shardkit.distributed.tensors import parts_of, unwrapped
+from shardkit.distributed.modules import unwrapped
+from shardkit.distributed.tensors import parts_of
 from shardkit.log import get_logger
 from shardkit.sharding.ddp.replica import Replica
 from shardkit.wording import first_few

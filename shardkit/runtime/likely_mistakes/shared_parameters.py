@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from shardkit.distributed.tensors import every_parameter, layers
+from shardkit.distributed.modules import every_parameter, layers
 from shardkit.errors import UsageError
 from shardkit.runtime.run import Run
 from shardkit.sharding.original_parameters import ReleasedParameter

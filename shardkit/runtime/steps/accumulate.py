@@ -16,7 +16,7 @@ from torch import nn
 
 from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.distributed import progress, xla
-from shardkit.distributed.tensors import every_parameter
+from shardkit.distributed.modules import every_parameter
 from shardkit.errors import UsageError
 from shardkit.optim.loss_scale import LossScale
 from shardkit.runtime.eager import eager

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from shardkit.distributed.tensors import every_parameter
+from shardkit.distributed.modules import every_parameter
 from shardkit.sharding.gradient_sync import drop_unreduced, is_partly_reduced, reduce_deferred, refuse_unreduced
 
 Parameters = Callable[[], Iterable[torch.Tensor]]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardkit.distributed.tensors import every_parameter
+from shardkit.distributed.modules import every_parameter
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.optim.kernels import parameters_of

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from shardkit.data.sources import padded_as_told
+from shardkit.distributed.modules import every_parameter, is_fsdp
 from shardkit.distributed.nested import leaves
-from shardkit.distributed.tensors import every_parameter, is_fsdp
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.optim import clip, rebind

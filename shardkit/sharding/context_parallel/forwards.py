@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardkit.distributed.tensors import unwrapped
+from shardkit.distributed.modules import unwrapped
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.sharding.context_parallel import torch_functions, transformers_masks

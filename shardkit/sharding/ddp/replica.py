@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from shardkit.config.schema import DdpConfig
-from shardkit.distributed.tensors import every_parameter, flat_bytes, is_transformed, travels
+from shardkit.distributed.modules import every_parameter
+from shardkit.distributed.tensors import flat_bytes, is_transformed, travels
 from shardkit.errors import ModelError, UsageError
 from shardkit.sharding import precision
 from shardkit.sharding.ddp import comm_hooks

@@ -7,8 +7,8 @@ from weakref import WeakSet
 from torch import nn
 
 from shardkit.config.schema import Config
+from shardkit.distributed.modules import every_parameter
 from shardkit.distributed.process import Process, unchecked_group
-from shardkit.distributed.tensors import every_parameter
 from shardkit.sharding import precision
 from shardkit.sharding.ddp.bucket_views import take_detach
 from shardkit.sharding.ddp.names import take_names_of_replicas

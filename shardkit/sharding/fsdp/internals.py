@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 
-from shardkit.distributed.tensors import every_parameter, is_transformed
+from shardkit.distributed.modules import every_parameter
+from shardkit.distributed.tensors import is_transformed
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 

@@ -19,7 +19,8 @@ from torch.distributed.tensor import Shard
 from shardkit.config import meaning
 from shardkit.config.schema import BackwardPrefetch, Config, FsdpConfig
 from shardkit.distributed import accelerators
-from shardkit.distributed.tensors import every_parameter, is_dtensor, local_part, own_part, sharded_like
+from shardkit.distributed.modules import every_parameter
+from shardkit.distributed.tensors import is_dtensor, local_part, own_part, sharded_like
 from shardkit.errors import ModelError, UsageError
 from shardkit.model.cut import shard_dim
 from shardkit.sharding import hooks, original_parameters, parameters, precision
