@@ -13,7 +13,7 @@ from typing import Any
 from shardkit import env
 from shardkit.config import files, hardware
 from shardkit.config.schema import Config
-from shardkit.doctor import machine, ranks_files
+from shardkit.doctor import findings, machine
 from shardkit.doctor.findings import Finding, Level, as_json, from_json, has_error, render
 from shardkit.errors import EXIT_MACHINE, ShardkitError
 from shardkit.launch import attempts, declining, folders, spec
@@ -70,16 +70,16 @@ def together(config: Config, config_name: str, folder: Path, here: Machine, own:
         with folder_of_logs() as logs:
             launched = spec.launch_spec(
                 files.overlaid(config, {**soon, **ONCE, "shardkit.launch.log_dir": str(logs)}),
-                str(Path(ranks_files.__file__).with_name("ranks.py")),
+                str(Path(__file__).with_name("ranks.py")),
                 config_name=config_name,
                 cores=here.cores,
                 variables=env.copy(),
-                more_variables={ranks_files.FOLDER: str(folder)},
+                more_variables={findings.FOLDER: str(folder)},
                 kind=here.kind,
             )
-            (logs / ranks_files.OWN).write_text(json.dumps(as_json(own)))
+            (logs / findings.OWN_FILE).write_text(json.dumps(as_json(own)))
             attempts.run(replace(launched, has_prefix=False))
-            result: dict[str, Any] = json.loads((logs / ranks_files.RESULT).read_text())
+            result: dict[str, Any] = json.loads((logs / findings.RESULT_FILE).read_text())
     except ShardkitError as error:
         failed = Finding("ranks", str(error).removeprefix("launch: ").replace("\nlaunch: ", "\n"), Level.ERROR)
         return {"machines": {}, "findings": as_json([*own, failed]), "measured": []}

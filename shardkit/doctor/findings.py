@@ -7,6 +7,13 @@ from typing import Any
 
 from shardkit.wording import counted
 
+OWN_FILE = "doctor-machine.json"
+"""What the command has found on this machine, in the log folder, for the rank with local rank 0."""
+RESULT_FILE = "doctor.json"
+"""What all machines have found, in the log folder, for the command of each."""
+FOLDER = "SHARDKIT_DOCTOR_FOLDER"
+"""The variable that tells ranks where checkpoints and logs will be."""
+
 
 class Level(IntEnum):
     """How bad it is. An ERROR is what a run would fail of."""

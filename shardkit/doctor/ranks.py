@@ -25,7 +25,7 @@ from shardkit.config.schema import Config
 from shardkit.distributed import process, xla
 from shardkit.distributed.control import ControlGroup
 from shardkit.distributed.process import Process
-from shardkit.doctor import machine, ranks_files
+from shardkit.doctor import findings, machine
 from shardkit.doctor.findings import Finding, Level, as_json, from_json
 from shardkit.launch import names
 from shardkit.sizes import in_words
@@ -53,7 +53,7 @@ def main() -> None:
     number = int(env.get("GROUP_RANK") or 0)
     own = []
     if here.local_rank == 0:
-        own = [*from_json(json.loads((log_dir / ranks_files.OWN).read_text())), *limits(here, number)]
+        own = [*from_json(json.loads((log_dir / findings.OWN_FILE).read_text())), *limits(here, number)]
     mine = {"machine": number, "host": socket.gethostname(), "facts": machine.facts(), "findings": as_json(own)}
     everyone = here.control.exchange(mine)
     machines = [rank["machine"] for rank in everyone]
@@ -62,13 +62,13 @@ def main() -> None:
     found += xla_devices()
     say("compares the clocks and the folder")
     found += clocks(here.control, machines)
-    found += shared_folder(here, Path(env.get(ranks_files.FOLDER) or "."), machines)
+    found += shared_folder(here, Path(env.get(findings.FOLDER) or "."), machines)
     measured = bandwidths(here, machines) if here.world_size > 1 else []
     found += [judged(row, measured) for row in measured]
     if here.local_rank == 0:
         hosts = {rank["machine"]: rank["host"] for rank in everyone}
         result = {"machines": hosts, "findings": as_json(found), "measured": measured}
-        (log_dir / ranks_files.RESULT).write_text(json.dumps(result))
+        (log_dir / findings.RESULT_FILE).write_text(json.dumps(result))
     process.leave()
 
 

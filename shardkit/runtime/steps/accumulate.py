@@ -83,11 +83,12 @@ class Accumulation:
         """Whether a prepared optimizer is stepping: steps inside it do not count."""
         self.loaders = loaders
         self.data = WindowData(loaders)
-
         self.thread: threading.Thread | None = None
         """Of the last step of a prepared optimizer."""
         self._backwards = self._before_micro_batch = self._at_step = Backwards()
+        """So far; until the present micro-batch; until the last step."""
         self._is_own_backward = False
+        """Whether `backward` runs one, and not the script."""
         self._window = _Window(steps, self._backwards, hooks.times_returned())
         self.full_windows = 0
         """Windows that were full, or were closed early."""
