@@ -6,7 +6,6 @@ show the same, rows run in `make test-loops`, and one in `make test`: so that al
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 
 from shardkit.sharding import float8
 from tests import models
+from tests.launches import free_port
 from tests.printed import ROOT
 
 CUDA = pytest.param(
@@ -291,12 +291,6 @@ def test_several_devices_train_as_one(tmp_path, device, strategy, precision):
     assert found[0]["norms"] == found[1]["norms"]
     losses = [sum(pair) / 2 for pair in zip(*(one["losses"] for one in found), strict=True)]
     assert losses == pytest.approx(reference(device, 4), abs=1e-4 if precision == "no" else 0.05)
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 MISSING_8_BITS = float8.problem("fp8", torch.device("cuda", 0)) if torch.cuda.is_available() else "no CUDA device"

@@ -8,13 +8,13 @@ import ast
 import re
 import shlex
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
 
 from shardkit import templates
 from shardkit.cli.main import run
+from tests.launches import free_port
 from tests.printed import ROOT, commands_in, parse, shell
 from tests.wizard_talk import CPU_ONLY, EIGHT_GPUS, SMALL_GPT, project, talk_plainly
 
@@ -52,12 +52,6 @@ def programs(tmp_path) -> Path:
 def install(folder: Path, name: str, text: str) -> None:
     (folder / name).write_text(text)
     (folder / name).chmod(0o755)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_all(commands: list[str], folder: Path, programs: Path, **variables: str) -> list[str]:
