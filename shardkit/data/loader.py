@@ -20,8 +20,7 @@ from shardkit.signatures import signature
 log = get_logger(__name__)
 
 Purpose = Literal["training", "evaluation"]
-_ARGUMENTS = frozenset(signature(DataLoader).parameters)
-"""Of the user's DataLoader; `prepare` has read them."""
+_ARGUMENTS = frozenset(signature(DataLoader).parameters)  # of the user's DataLoader; `prepare` has read them
 
 
 class PreparedLoader:
@@ -45,12 +44,14 @@ class PreparedLoader:
         self._source = source
         self._rank, self._device, self._seed = rank, device, seed
         self._loop: Loop | None = None
-        self._next = self._used = Position()
+        self._next = self._used = Position()  # where the next loop begins; where a resumed run does
+        # Of `_next`: whether a loop begins just there, also inside an epoch; if a load set it; batches left out.
         self._is_positioned, self._is_restored, self._skipped = False, False, 0
-        self._passes_finished_epoch = self._has_looked = self._is_surely_trained = self._is_in_window = False
+        self._has_looked = self._is_in_window = False  # if the last loop was a look; if an open window has its batches
         self._reads_rest: ReferenceType[Batches] | None = None
         """The first iterator after a load."""
         self._purpose: Purpose | None = None
+        self._passes_finished_epoch = self._is_surely_trained = False  # the latter: its purpose stays training
         self._facts = partial(facts_of, source.dataset, source.split, source.sampler)
         self._user_loader = user_loader  # from now on attributes that are not the prepared loader's own are its
 
@@ -144,7 +145,6 @@ class PreparedLoader:
 
     @property
     def is_iterating(self) -> bool:
-        """Whether it is being iterated."""
         return self._loop is not None
 
     @property

@@ -51,7 +51,7 @@ def _none_at(path: Place, others: list[Place]) -> CheckpointError:
         what = "is a single checkpoint; give the folder that contains the checkpoints of a run"
     elif not disk.is_there(path):
         what = "no such folder; give a project folder or a folder of checkpoints"
-    elif around := _checkpoint_around(path):
+    elif around := _checkpoint_of_part(path):
         what = f"is part of the checkpoint {around}; give that folder"
     elif not isinstance(path, Url) and path.is_file():
         what = "is a file; give a project folder or a folder of checkpoints"
@@ -65,7 +65,7 @@ def _none_at(path: Place, others: list[Place]) -> CheckpointError:
     return CheckpointError(f"checkpoint: {path}: {what}.")
 
 
-def _checkpoint_around(path: Place) -> Path | None:
+def _checkpoint_of_part(path: Place) -> Path | None:
     """The checkpoint of which this is a file or a folder; None where it is of none."""
     if isinstance(path, Url):
         return None
@@ -142,7 +142,7 @@ def refusal_of_place(path: Place) -> str | None:
     or a part of a checkpoint; None for any other."""
     if manifest.exists(path):
         return None
-    if around := _checkpoint_around(path):
+    if around := _checkpoint_of_part(path):
         return f"a part of a checkpoint; name the checkpoint, {around}"
     newest = [one.path for one in _steps_in(path)[1]][:1] or folder.named_otherwise(path)[-1:]
     return f"a folder of checkpoints; name one of them, such as {newest[0]}" if newest else None
