@@ -6,7 +6,7 @@ along the sequence, and positions that a model counts from 0 would mix up each s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,41 +52,73 @@ class FirstForward:
     def _compare(self, region: Region, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         names = _by_name(model, arguments, named)
         _refuse_packed(region, names.get("position_ids"))
-        lengths = {one.own.size(one.dim): one.dim for one in region.slices}
-        # Lengths that differ also do after this: attention takes keys that are as long as the queries for slices.
-        compared = {own: min(own, POSITIONS - number) for number, own in enumerate(sorted(lengths, reverse=True))}
-        short = {id(one.own): _short(region, one, compared) for one in region.slices}
-        of_region = list(short.values())
-        labels = short.get(id(names.get("labels")))
+        firsts = _FirstPositions(region)
+        of_region = list(firsts.known.values())
+        labels = firsts.known.get(id(names.get("labels")))
         if labels is not None and not labels.own.is_floating_point():
             apart = names["labels"].view_as(names["labels"])  # from the tokens, which often are the labels, too
-            of_region.append(short.setdefault(id(apart), _labels_at_borders(region, labels)))
+            of_region.append(firsts.known.setdefault(id(apart), _labels_at_borders(region, labels)))
             arguments, named = _with_labels(model, arguments, named, apart)
-
-        def shortened(leaf: Any) -> Slice | None:
-            if not isinstance(leaf, torch.Tensor):
-                return None
-            if id(leaf) not in short and (dim := _sequence_dim(leaf, lengths)) is not None:
-                found = _short(region, Slice(leaf, leaf, dim), compared)
-                if _is_of_slices(leaf, found, region.group.size):
-                    short[id(leaf)] = found
-            return short.get(id(leaf))
-
-        given = (arguments, named)
-        given_own = map_leaves(lambda leaf: leaf if (one := shortened(leaf)) is None else one.own, given)
-        given_whole = map_leaves(lambda leaf: leaf if (one := shortened(leaf)) is None else one.whole, given)
+        given_own = firsts.replaced((arguments, named), lambda first: first.own)
+        given_whole = firsts.replaced((arguments, named), lambda first: first.whole)
         with _evaluating(model), _slices(region, of_region):
             of_slices = _of_slices(model, *given_own)
             with region.whole_sequences(enabled=False):
                 of_whole = model(*given_whole[0], **given_whole[1])
-        lengths_compared = {one.own.size(one.dim) for one in short.values()}
-        padding = short.get(id(names.get("attention_mask")))
-        # Of more than one number each: losses of parts are not those of the whole.
-        pairs = [pair for pair in _pairs(of_slices, of_whole) if pair[0].dim() > 0]
-        errors = [_error(region, *pair, lengths_compared, padding) for pair in pairs]
-        pooled = [error for error, (own, whole) in zip(errors, pairs, strict=True) if own.shape == whole.shape]
+        errors, pooled = _errors(firsts, of_slices, of_whole, firsts.known.get(id(names.get("attention_mask"))))
         is_lost = labels is not None and region.group.rank > 0 and _is_lost(of_slices, of_whole)
         _judge(type(model).__name__, region, _largest(errors), _largest(pooled), is_lost)
+
+
+class _FirstPositions:
+    """The first positions of this rank's slices, and those of all ranks of the group."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self._dims = {one.own.size(one.dim): one.dim for one in region.slices}
+        """By length of a slice, the dim along which sequences of it are split."""
+        longest_first = enumerate(sorted(self._dims, reverse=True))
+        # Lengths that differ also do after this: attention takes keys that are as long as the queries for slices.
+        self._compared = {own: min(own, POSITIONS - number) for number, own in longest_first}
+        self.known = {id(one.own): self._first_of(one) for one in region.slices}
+        """By the id of the tensor that the script has."""
+
+    @property
+    def lengths(self) -> set[int]:
+        """Of those of this rank."""
+        return {one.own.size(one.dim) for one in self.known.values()}
+
+    def _first_of(self, found: Slice) -> Slice:
+        own = found.own.detach().narrow(found.dim, 0, self._compared[found.own.size(found.dim)]).contiguous()
+        return Slice(own, self.region.group.gathered(own, found.dim), found.dim)
+
+    def replaced(self, given: Any, part: Callable[[Slice], torch.Tensor]) -> Any:
+        """Arguments of a forward, with a part of these for each slice, and for each tensor that the script has made of
+        slices. Collective."""
+
+        def of(leaf: Any) -> Any:
+            first = self._of(leaf) if isinstance(leaf, torch.Tensor) else None
+            return leaf if first is None else part(first)
+
+        return map_leaves(of, given)
+
+    def _of(self, tensor: torch.Tensor) -> Slice | None:
+        if id(tensor) not in self.known and (dim := _sequence_dim(tensor, self._dims)) is not None:
+            found = self._first_of(Slice(tensor, tensor, dim))
+            if _is_of_slices(tensor, found, self.region.group.size):
+                self.known[id(tensor)] = found
+        return self.known.get(id(tensor))
+
+
+def _errors(
+    firsts: _FirstPositions, of_slices: Any, of_whole: Any, padding: Slice | None
+) -> tuple[list[float | None], list[float | None]]:
+    """The errors of all outputs; and those of outputs that are of the whole sequence, as a class or a mean is."""
+    # Of more than one number each: losses of parts are not those of the whole.
+    pairs = [pair for pair in _pairs(of_slices, of_whole) if pair[0].dim() > 0]
+    lengths = firsts.lengths
+    errors = [_error(firsts.region, *pair, lengths, padding) for pair in pairs]
+    return errors, [error for error, (own, whole) in zip(errors, pairs, strict=True) if own.shape == whole.shape]
 
 
 def _labels_at_borders(region: Region, labels: Slice) -> Slice:
@@ -150,18 +182,11 @@ def _refuse_packed(region: Region, positions: Any) -> None:
         )
 
 
-def _short(region: Region, found: Slice, compared: dict[int, int]) -> Slice:
-    """The first positions of this rank's slice, as many as are compared of one so long, and those of all ranks of the
-    group."""
-    own = found.own.detach().narrow(found.dim, 0, compared[found.own.size(found.dim)]).contiguous()
-    return Slice(own, region.group.gathered(own, found.dim), found.dim)
-
-
-def _sequence_dim(tensor: torch.Tensor, lengths: dict[int, int]) -> int | None:
-    """Along which dim a tensor that the script has made of slices has their length."""
+def _sequence_dim(tensor: torch.Tensor, dims: dict[int, int]) -> int | None:
+    """Along which dim a tensor that the script has made of slices has their length; `dims`: by length of a slice."""
     if tensor.dim() == 1:
-        return 0 if tensor.size(0) in lengths else None
-    return next((dim for dim in lengths.values() if dim < tensor.dim() and tensor.size(dim) in lengths), None)
+        return 0 if tensor.size(0) in dims else None
+    return next((dim for dim in dims.values() if dim < tensor.dim() and tensor.size(dim) in dims), None)
 
 
 def _is_of_slices(tensor: torch.Tensor, found: Slice, size: int) -> bool:
