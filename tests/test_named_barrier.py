@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardkit import Accelerator
 from shardkit.checkpoint.files import manifest
-from shardkit.distributed import named_barrier, stores
+from shardkit.distributed import named_barrier, rank_store
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.runtime.checkpoints import loading, saving
 from tests import forked
@@ -207,14 +207,14 @@ def test_one_process_meets_nobody():
 def wait_for_a_rank_that_has_begun_anew():
     store = dist.HashStore()
     store.set("over/one", "1")
-    stores._start[:] = [(store, "one")]
+    rank_store._start[:] = [(store, "one")]
     try:
         if dist.get_rank() == 0:
             named_barrier.meet("gather", 30.0, UsageError)
     except UsageError as error:
         return str(error)
     finally:
-        stores._start.clear()
+        rank_store._start.clear()
 
 
 @pytest.mark.slow

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from shardkit import Accelerator, env
 from shardkit.config.schema import Config, DistributedType
-from shardkit.distributed import process
-from shardkit.distributed import stores as rank_stores
+from shardkit.distributed import process, rank_store
 from shardkit.errors import ConfigError, MachineError, UsageError
 from shardkit.launch import stores
 from shardkit.launch.forking import fork
@@ -258,8 +257,8 @@ def test_all_ranks_of_a_start_find_its_name_beside_keys_of_earlier_ones():
     for size, ended in ((2, [1]), (3, [0, 2]), (3, [])):  # ranks that end before they have met the others
         for rank in ended:
             with pytest.raises(MachineError, match="did not come within 0 s"):
-                rank_stores.name_of_start(store, rank, size, 0.0)
-        find = partial(rank_stores.name_of_start, store, size=size, timeout_s=20.0)
+                rank_store.name_of_start(store, rank, size, 0.0)
+        find = partial(rank_store.name_of_start, store, size=size, timeout_s=20.0)
         with ThreadPoolExecutor(size) as threads:
             names = set(threads.map(find, reversed(range(size))))
         assert len(names) == 1 and not names & earlier
@@ -270,10 +269,10 @@ def test_who_is_still_in_a_start_learns_that_a_rank_of_it_was_started_again(monk
     store, again = dist.HashStore(), []
     for _ in range(2):
         with ThreadPoolExecutor(2) as threads:
-            name, _ = threads.map(partial(rank_stores.name_of_start, store, size=2, timeout_s=20.0), (0, 1))
-        monkeypatch.setattr(rank_stores, "_start", [(store, name)])
-        again.append(rank_stores.started_again())
+            name, _ = threads.map(partial(rank_store.name_of_start, store, size=2, timeout_s=20.0), (0, 1))
+        monkeypatch.setattr(rank_store, "_start", [(store, name)])
+        again.append(rank_store.started_again())
         with pytest.raises(MachineError, match="did not come within 0 s"):  # where rank 0 does not know it yet
-            rank_stores.name_of_start(store, 1, 2, 0.0)
-        again.append(rank_stores.started_again())
+            rank_store.name_of_start(store, 1, 2, 0.0)
+        again.append(rank_store.started_again())
     assert again == [None, 1, None, 1]

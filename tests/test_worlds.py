@@ -19,7 +19,7 @@ from shardkit.config import scheduler as schedulers
 from shardkit.config import tasks
 from shardkit.config.schema import Config
 from shardkit.config.tasks import launch_problem, world_of
-from shardkit.distributed.stores import _gloo_variables, choose_interface
+from shardkit.distributed.rank_store import _gloo_variables, choose_interface
 from shardkit.errors import ConfigError, MachineError
 from shardkit.launch import addresses, connectivity, preflight, stores
 from tests.launches import free_port, script

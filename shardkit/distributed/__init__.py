@@ -1,6 +1,6 @@
 """Ranks and their process group: startup, agreement, and collectives on tensors.
 
-the start       process, stores, same_config; accelerators, affinity, device_list; xla, for PyTorch/XLA
+the start       process, rank_store, same_config; accelerators, affinity, device_list; xla, for PyTorch/XLA
 agreement       control, named_barrier, background_agreement
 collectives     collectives, gradients, buffers; nested, structures of tensors
 of a model      modules, without torch's wrappers; tensors, the parts of sharded ones; host_memory; custom_state, its

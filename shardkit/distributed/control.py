@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, GatherOptions
 
 from shardkit import env
-from shardkit.distributed import stores
+from shardkit.distributed import rank_store
 from shardkit.distributed.long_work import LongWork
 from shardkit.errors import CheckpointError, ShardkitError
 from shardkit.wording import ranks_text, words
@@ -262,7 +262,7 @@ def on_cpu() -> Any:
         return world
     if not (_made and _made[0][0] is world):
         place = (env.get("MASTER_ADDR") or "", dist.get_rank(), dist.get_world_size())
-        stores.choose_interface(*place, distributed_c10d._get_default_store())
+        rank_store.choose_interface(*place, distributed_c10d._get_default_store())
         _made[:] = [(world, dist.new_group(backend="gloo"))]
     return _made[0][1]
 

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardkit.distributed import stores
+from shardkit.distributed import rank_store
 from shardkit.distributed.control import is_simulated
 from shardkit.errors import ShardkitError
 from shardkit.log import get_logger
@@ -116,7 +116,7 @@ def _wait_long(arrivals: "_Arrivals", timeout_s: float) -> None:
 
 
 def _refuse_new_start() -> None:
-    rank = stores.started_again()
+    rank = rank_store.started_again()
     if rank is not None:
         advice = (
             f"this rank ends, too, and torchrun starts it again if --max-restarts allows it; see rank {rank}'s error."

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shardkit import env, open_files
 from shardkit.config import hardware, meaning, tasks
 from shardkit.config.schema import Config, DistributedType
-from shardkit.distributed import accelerators, affinity, control, progress, same_config, stores, xla
+from shardkit.distributed import accelerators, affinity, control, progress, rank_store, same_config, xla
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import ConfigError, MachineError, UsageError
 from shardkit.launch import failure, names
@@ -391,7 +391,7 @@ def _join(config: Config, ranks: env.Ranks, device: torch.device) -> None:
     timeout = timedelta(seconds=config.shardkit.launch.process_group_timeout_s)
     store: dist.Store = dist.HashStore()
     if env.ranks() is not None and (ranks.world_size > 1 or env.get("MASTER_ADDR")):
-        store = stores.of_next_group(ranks.rank, config.shardkit.launch.meet_timeout_s, timeout)
+        store = rank_store.of_next_group(ranks.rank, config.shardkit.launch.meet_timeout_s, timeout)
     sys.excepthook = failure.own_excepthook()  # else tracebacks name the rank once for each group that was started
     dist.init_process_group(backend, timeout=timeout, store=store, rank=ranks.rank, world_size=ranks.world_size)
     if backend == "gloo" or ranks.world_size == 1:

@@ -57,16 +57,25 @@ class StoreClient:
         self._store, self._machine, self._machines, self._lost_s = store, machine, machines, lost_s
         self._is_gone = is_gone
         self._said: dict[str, Any] = {}
-        self._published: dict[str, dict[int, Any]] = {}
-        self._collected: dict[str, dict[int, Any]] = {}
-        self._missing: dict[str, list[int]] = {}
-        self._alarms_raised: dict[str, Alarm] = {}
-        self._alarms_heard: dict[str, Alarm] = {}
-        self._watched: set[str] = set()
+        """By name, this machine's values."""
         self._sent: set[str] = set()
+        """Names of those that are in the store."""
+        self._collected: dict[str, dict[int, Any]] = {}
+        """On machine 0: by name, the values of machines so far."""
+        self._missing: dict[str, list[int]] = {}
+        """By name, the machines without a value so far."""
+        self._published: dict[str, dict[int, Any]] = {}
+        """By name, the values of all machines."""
+        self._alarms_raised: dict[str, Alarm] = {}
+        """By attempt, this machine's alarm."""
+        self._watched: set[str] = set()
+        """Attempts of which it asks for alarms."""
+        self._alarms_heard: dict[str, Alarm] = {}
+        """By attempt, the first alarm of any machine."""
         self._lost: list[int] = []
-        self._error: Exception | None = None
         self._beats: dict[int, tuple[bytes, float]] = {}
+        """On machine 0: of each other machine, the last heartbeat and since when."""
+        self._error: Exception | None = None
         self._turn_s: float | None = None
         """Since when the thread has talked to the store; None while it rests."""
         self._was_suspended = False
