@@ -17,7 +17,7 @@ from shardkit.config.scheduler import scheduler
 from shardkit.convert.to_accelerate import to_accelerate
 from shardkit.digits import number_in
 from shardkit.errors import EXIT_CONFIG, ConfigError, ModelError, UsageError
-from shardkit.launch import flags
+from shardkit.launch import flags, other_launchers
 from shardkit.model import sources
 from shardkit.model.sources import describe
 from shardkit.submit import reading
@@ -91,7 +91,7 @@ def test_flags_that_are_no_numbers_are_refused(text):
     ):
         with pytest.raises(UsageError):
             read(value)
-    assert flags.in_our_words(["--nproc-per-node", text], set())[:2] == ["-n", text]
+    assert other_launchers.in_our_words(["--nproc-per-node", text], set())[:2] == ["-n", text]
 
 
 def test_numbers_that_overflow_are_refused_in_the_file():

@@ -12,7 +12,7 @@ import pytest
 
 from shardkit.config import files, scheduler
 from shardkit.errors import ConfigError, MachineError, UsageError
-from shardkit.launch import flags, generations, membership, rosters, store_client, stores
+from shardkit.launch import flags, generations, membership, other_launchers, rosters, store_client, stores
 from shardkit.launch.membership import Generation, Member
 from shardkit.launch.spec import launch_spec
 from shardkit.runtime import settings
@@ -34,7 +34,10 @@ def config(text: str = "", machines: int = 4, least: int = 1, ranks: int = 2):
 
 
 def test_the_range_is_read_as_torchrun_writes_it():
-    assert flags.in_our_words(["--nnodes", "1:4", "train.py"], {"--num-machines"})[:2] == ["--num-machines", "1:4"]
+    assert other_launchers.in_our_words(["--nnodes", "1:4", "train.py"], {"--num-machines"})[:2] == [
+        "--num-machines",
+        "1:4",
+    ]
     assert flags.machines_settings("1:4") == {"num_machines": "4", "shardkit.launch.min_machines": "1"}
     assert flags.machines_settings("4") == {"num_machines": "4"}
     for text in ("1:x", "1:", ":4", "1:2:3"):

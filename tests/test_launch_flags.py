@@ -14,6 +14,7 @@ from shardkit.config.schema import Config
 from shardkit.errors import ConfigError, UsageError
 from shardkit.launch import (
     flags,
+    other_launchers,
 )
 
 # flags
@@ -136,7 +137,7 @@ def test_accelerates_flags_and_where_the_script_begins(given, read):
         "--fsdp-config",
         "--restarts",
     }
-    assert " ".join(flags.in_our_words(given.split(), with_value)) == read
+    assert " ".join(other_launchers.in_our_words(given.split(), with_value)) == read
 
 
 @pytest.mark.parametrize(
@@ -152,17 +153,17 @@ def test_flags_that_change_what_runs_are_refused_with_what_to_do(flag, capsys):
 def test_torchruns_words_for_the_ranks_of_a_machine_count_what_is_here(monkeypatch, word, devices, ranks):
     found = hardware.Hardware((hardware.Device("H100", 2**36, "cuda"),) * devices, 6, 2**40)
     monkeypatch.setattr(hardware, "detect", lambda: found)
-    words = flags.in_our_words(["--nnodes=2", f"--nproc-per-node={word}", "train.py"], set())
+    words = other_launchers.in_our_words(["--nnodes=2", f"--nproc-per-node={word}", "train.py"], set())
     assert words == ["-n", str(2 * ranks), "--num-machines", "2", "train.py"]
     monkeypatch.setattr(hardware, "detect", lambda: replace(found, devices=()))
     with pytest.raises(UsageError, match=r"--nproc-per-node: this machine has no GPU \(got gpu\); write a number"):
-        flags.in_our_words(["--nproc-per-node", "gpu"], set())
+        other_launchers.in_our_words(["--nproc-per-node", "gpu"], set())
 
 
 def test_keys_of_accelerates_files_are_settings_of_a_command_too():
     given = "--dynamo_backend inductor --fsdp_activation_checkpointing_offload true"
     given += " --parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 2"
-    words = flags.in_our_words(given.split(" "), {"--set"})
+    words = other_launchers.in_our_words(given.split(" "), {"--set"})
     layer = flag_layer(settings_from(words[1::2]))
     assert layer.problems == [] and {".".join(path): entry.value for path, entry in layer.entries.items()} == {
         "shardkit.compile": "true",

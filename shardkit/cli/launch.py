@@ -14,7 +14,7 @@ class LaunchCommand(TyperCommand):
     Accelerate's flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        from shardkit.launch.flags import in_our_words
+        from shardkit.launch.other_launchers import in_our_words
 
         return super().parse_args(ctx, in_our_words(args, self._options_with_a_value()))
 
