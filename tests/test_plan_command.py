@@ -595,7 +595,7 @@ def test_the_size_of_a_checkpoint(capsys):
         assert found["checkpoint_bytes"] == pytest.approx(12 * found["model"]["parameters"], rel=0.01)
     size = found["checkpoint_bytes"]
     told = " ".join(plan(capsys, *asked).split())
-    assert f"A checkpoint (save_state) takes about {size / GIB:.1f} GiB on disk: {size / 1e9:.1f} s where" in told
+    assert f"A checkpoint (save_state) takes about {size / GIB:.1f} GiB on disk: {size / 2e9:.1f} s where" in told
     assert json.loads(plan(capsys, *asked, "--ema", "trained", "--json"))["checkpoint_bytes"] is None
 
 
@@ -733,7 +733,7 @@ def test_the_time_and_the_price_of_a_run_follow_from_the_time_of_a_step(capsys, 
         )
         return
     data = json.loads(plan(capsys, *RUN, "--tokens", text, "--price", "2.5", "--json"))
-    assert data["run"] == {"tokens": tokens, "price": 2.5}
+    assert data["run"] == {"tokens": tokens, "price": 2.5, "device_hours": 50_000}
     for found in data["strategies"]:
         run, time = found["run_estimate"], found["step_time_estimate"]
         assert run["steps"] == -(-tokens // (16 * 2 * 32))
@@ -750,7 +750,7 @@ def test_a_run_is_shown_for_the_strategies_that_fit(capsys):
     assert "price" not in plan(capsys, *RUN, "--tokens", "15T")
     assert "its time is not known: add --batch-size." in plan(capsys, SMALL, "--tokens", "1B")
     assert "its time is not known: no strategy fits." in plan(capsys, *RUN, "--memory", "3MiB", "--tokens", "1B")
-    assert "got no --tokens, but a --price" in refused(capsys, *RUN, "--price", "2")[1]
+    assert "got no --tokens, but --price" in refused(capsys, *RUN, "--price", "2")[1]
     assert all(len(line) <= 80 for line in out.splitlines())
 
 

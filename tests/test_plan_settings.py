@@ -46,10 +46,16 @@ NOT_IN_THE_PLAN = {
     "shardkit.ddp.comm_wrapper": "power_sgd's own traffic is not estimated, which a note says",
     "shardkit.ddp.power_sgd_rank": "as comm_wrapper",
     "shardkit.ddp.power_sgd_start_step": "as comm_wrapper",
+    "shardkit.checkpoint.digest": "no effect on what is written",
+    "shardkit.checkpoint.verify": "loads, which are not in the plan",
+    "shardkit.checkpoint.resume": "loads, which are not in the plan",
+    "shardkit.checkpoint.keep_last": "how many checkpoints there are, not what each takes",
+    "shardkit.checkpoint.keep_every": "as keep_last",
+    "shardkit.checkpoint.timeout_s": "how long ranks wait",
+    "shardkit.checkpoint.max_shard_size": "how exports are written",
 }
 # Sections of which the plan needs nothing.
 NOT_PLANNED_SECTIONS = {
-    "checkpoint": "files, and copies in host memory while they are written",
     "launch": "processes and timeouts",
     "data": "batches in host memory",
     "profile": "records of a run",
@@ -99,6 +105,7 @@ EFFECTS: dict[str, dict[str, str]] = {
     "shardkit.offload_activations": {"shardkit.offload_activations": "true"},
     "shardkit.offload_optimizer": {"shardkit.offload_optimizer": "true"},
     "shardkit.compile": {"shardkit.compile": "true"},
+    "shardkit.checkpoint.blocking": {"shardkit.checkpoint.blocking": "false"},
     "shardkit.gradient_accumulation_steps": {"shardkit.gradient_accumulation_steps": "4"},
 }
 # Planned, without an effect that MODEL shows: it has no buffers; in fp32 its outputs are not cast.
@@ -180,6 +187,7 @@ def test_no_section_is_left_out_that_the_plan_reads():
         "precision",
         "mesh",
         "ddp",
+        "checkpoint",
     }
 
 
@@ -193,7 +201,7 @@ def planned(
 ) -> dict[str, Any]:
     pairs = {"num_processes": "8", "mixed_precision": "bf16", **settings}
     arguments = [part for key, value in pairs.items() for part in ("--set", f"{key}={value}")]
-    code = run(["plan", "--model", MODEL, *device, "--batch-size", "2", "--json", *arguments])
+    code = run(["plan", "--model", MODEL, *device, "--batch-size", "2", "--tokens", "1B", "--json", *arguments])
     out, err = capsys.readouterr()
     assert code == 0, err
     answer = json.loads(out)
@@ -237,6 +245,7 @@ WITHOUT_EFFECT = {
 OF_THE_SCRIPT = {"model", "batch_size", "seq_len", "optimizer", "loss", "ema", "batch", "tokens"}
 OF_THE_SCRIPT |= {"lora", "lora_targets", "load_in_4bit"}
 OF_THE_MACHINES = {"world", "per_machine", "device", "memory", "host_memory", "network", "price"}
+OF_THE_MACHINES |= {"mtbf", "storage"}
 OF_THE_COMMAND = {
     "of",
     "strategy",

@@ -84,6 +84,17 @@ Price = Annotated[
     str | None,
     typer.Option(metavar="P", help="With --tokens: price of one device for an hour, in any currency: what it costs."),
 ]
+Mtbf = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOURS",
+        help="With --tokens: hours of one device between failures, 50000 by default: how often to save.",
+    ),
+]
+Storage = Annotated[
+    str | None,
+    typer.Option(metavar="N", help="GB/s that storage writes, from all machines; default: 1 a machine."),
+]
 Find = Annotated[str | None, typer.Option(metavar="WHAT", help="max-batch, min-gpus or strategy.")]
 Plot = Annotated[Path | None, typer.Option(help="Write a chart: FILE.svg, .html or .png.", **options.PATH)]
 MeasuredFolder = Annotated[
@@ -119,6 +130,8 @@ def plan(
     load_in_4bit: options.LoadIn4Bit = False,
     tokens: Tokens = None,
     price: Price = None,
+    mtbf: Mtbf = None,
+    storage: Storage = None,
     find: Find = None,
     plot: Plot = None,
     measured: MeasuredFolder = None,
@@ -131,8 +144,8 @@ def plan(
     from shardkit.config.schema import Config
     from shardkit.digits import number_of_flag
     from shardkit.model.adapters import adapters_of
+    from shardkit.plan import failures, picture, request, whole_run
     from shardkit.plan import measured as measurements
-    from shardkit.plan import picture, request, whole_run
     from shardkit.plan.activations import Loss
     from shardkit.plan.answering import answer
     from shardkit.plan.averages import Ema
@@ -155,7 +168,8 @@ def plan(
     ranks_of_each = problems.of(number_of_flag, "--per-machine", per_machine, 1, 4096)
     sequences = problems.of(number_of_flag, "--batch-size", batch_size)
     sequence_tokens = problems.of(number_of_flag, "--seq-len", seq_len)
-    run = problems.of(whole_run.asked, tokens, price)
+    run = problems.of(whole_run.asked, tokens, price, mtbf)
+    storage_speed = problems.of(failures.storage_speed, storage)
     adapters = problems.of(adapters_of, lora, lora_targets, load_in_4bit)
     gigabits = problems.of(request.network_speed, network)
     host_bytes = problems.of(request.host_memory, host_memory)
@@ -183,6 +197,7 @@ def plan(
         own_optimizer=optimizer.strip() if ":" in optimizer else None,
         own_batch=batch,
         run=run,
+        storage_bytes_per_s=storage_speed,
     )
     if path is not None and config is None:
         typer.echo(f"plan: settings of {path}", err=True)

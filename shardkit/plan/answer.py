@@ -10,13 +10,16 @@ from shardkit.config.meaning import dtypes, with_strategy
 from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.errors import UsageError
 from shardkit.model.adapters import Adapters, adapted
+from shardkit.model.cut import as_trained
 from shardkit.model.describe import ModelDescription
 from shardkit.plan.activations import Loss
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Estimate, estimate
 from shardkit.plan.devices import HOST_RESERVE_BYTES, Device
+from shardkit.plan.failures import MACHINE_WRITES, RESTART_S, Saves, saves
 from shardkit.plan.rank_memory import RankMemory
 from shardkit.plan.roofline import LINK_EFFICIENCY, StepTime, step_time
+from shardkit.plan.unit_sizes import itemsize
 from shardkit.plan.whole_run import RunEstimate, WholeRun, run_estimate
 
 # Longer sequences than those of most training runs; models take up to a million tokens.
@@ -56,6 +59,8 @@ class PlanRequest:
     """The model without adapters, where it has some."""
     host_bytes: int | None = None
     """Host memory of a machine, where that is given; else the device's is taken."""
+    storage_bytes_per_s: float | None = None
+    """What storage writes, from all machines, where that is given."""
 
     def with_config(self, config: Config) -> "PlanRequest":
         """The request under another configuration; frozen weights beside adapters have its compute dtype."""
@@ -91,6 +96,11 @@ class PlanRequest:
     @property
     def machines(self) -> int:
         return -(-self.world_size // self.ranks_per_machine)
+
+    @property
+    def written_per_s(self) -> float:
+        """Bytes a second that all machines write, as given or assumed."""
+        return self.storage_bytes_per_s or MACHINE_WRITES * self.machines
 
     @property
     def sequence_tokens(self) -> int | None:
@@ -209,7 +219,9 @@ def row(request: PlanRequest, strategy: ShardingStrategy | None = None) -> Row:
         ema=request.ema,
     )
     time = step_time(tree, facts, found, request.device, request.batch_size, request.sequence_tokens)
-    run = None if request.run is None or time is None else run_estimate(request.run, time, request.world_size)
+    run = None
+    if request.run is not None and time is not None:
+        run = run_estimate(request.run, time, request.world_size, _saves(request, found))
     return Row(config.fsdp.sharding_strategy, found, fits(request.rank_device, found.memory), time, run=run)
 
 
@@ -220,14 +232,23 @@ def fits(device: Device, memory: RankMemory) -> bool | None:
     return None if found and not memory.activations_known else found
 
 
-def checkpoint_bytes(request: PlanRequest, row: Row) -> int | None:
+def checkpoint_bytes(request: PlanRequest, found: Estimate) -> int | None:
     """What `save_state` writes of parameters and optimizer state, over all ranks; None where weight averages or an
     optimizer of one's own are not counted as the script saves them."""
     if request.ema is not Ema.NO or request.own_optimizer:
         return None
-    first, host = row.estimate.memory.timeline[0].memory, row.estimate.memory.host
-    state = first.parameters + first.optimizer_state + host.parameters + host.optimizer_state
-    return state * row.estimate.axes.shards
+    first, host = found.memory.timeline[0].memory, found.memory.host
+    # Without what the shards of a rank are filled up by: the state has the parameters' share of it.
+    tree = as_trained(request.description.tree, dtypes(found.config).param)
+    parameters = sum(parameter.numel * itemsize(parameter.dtype) for _, parameter in tree.owned())
+    of_rank = first.parameters + host.parameters
+    return parameters * (of_rank + first.optimizer_state + host.optimizer_state) // max(of_rank, 1)
+
+
+def _saves(request: PlanRequest, found: Estimate) -> Saves | None:
+    size = checkpoint_bytes(request, found)
+    is_blocking = request.config.shardkit.checkpoint.blocking
+    return None if size is None else saves(size, found.axes.shards, request.written_per_s, is_blocking)
 
 
 def yes_no(fits: bool | None) -> str:
@@ -298,12 +319,14 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "chosen": answer.chosen.value,
         "suggested": answer.suggested.value if answer.suggested else None,
         "reason": answer.reason,
-        "checkpoint_bytes": checkpoint_bytes(request, answer.chosen_row),
+        "checkpoint_bytes": checkpoint_bytes(request, answer.chosen_row.estimate),
         "changes": [asdict(change) for change in answer.changes],
         "finding": asdict(answer.finding) if answer.finding else None,
         "assumptions": {
             "compute_efficiency": asdict(answer.chosen_row.time.efficiency) if answer.chosen_row.time else None,
             "link_efficiency": LINK_EFFICIENCY,
+            "storage_bytes_per_s": request.written_per_s,
+            "restart_s": RESTART_S,
         },
         "notes": list(answer.notes),
     }

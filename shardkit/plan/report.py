@@ -312,11 +312,8 @@ def _notes(answer: Answer) -> str:
         notes.append(f"Whether it fits is not known: add --memory, for example 16GiB{share}.")
     if any(row.memory.host.total for row in answer.rows) or any(change.host_bytes for change in answer.changes):
         notes.append(_of_host_memory(answer))
-    if (size := checkpoint_bytes(answer.request, answer.chosen_row)) is not None:
-        notes.append(
-            f"A checkpoint (save_state) takes about {in_words(size)} on disk: {_seconds(size / 1e9)} where storage "
-            "writes 1 GB/s."
-        )
+    if (size := checkpoint_bytes(answer.request, answer.chosen_row.estimate)) is not None:
+        notes.append(_of_storage(answer.request, size))
     if (time := answer.chosen_row.time) is not None:
         found = time.efficiency
         faster = f", up to {COMPILE_SPEEDUP} times that with compile" if answer.request.config.shardkit.compile else ""
@@ -324,9 +321,22 @@ def _notes(answer: Answer) -> str:
             f"Times are estimates: {found.low:.0%} to {found.high:.0%} of the device's peak arithmetic ({found.source})"
             f"{faster}{_links(answer.request) if _sends(answer) else ''}."
         )
-    if answer.chosen_row.run:
-        notes.append("A run: without evaluation, saves, waits for data, and what is lost at failures.")
+    run, found_run = answer.request.run, answer.chosen_row.run
+    if run is not None and found_run is not None:
+        notes.append("A run: without evaluation, waits for data, saves and failures.")
+        if found_run.failures is not None:
+            notes.append(whole_run.failures_text(run, found_run, found_run.failures))
     return "\n".join(_filled(note) for note in notes)
+
+
+def _of_storage(request: PlanRequest, size: int) -> str:
+    """What a checkpoint takes of storage."""
+    speed = request.written_per_s
+    source = "" if request.storage_bytes_per_s else " (1 a machine; --storage)"
+    return (
+        f"A checkpoint (save_state) takes about {in_words(size)} on disk: {_seconds(size / speed)} where storage "
+        f"writes {speed / 1e9:,.4g} GB/s{source}."
+    )
 
 
 def _of_host_memory(answer: Answer) -> str:
