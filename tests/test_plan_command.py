@@ -467,6 +467,21 @@ def test_the_fewest_gpus_fit_and_fewer_do_not():
     assert not row(_with(request, world_size=fewer)).fits
 
 
+def test_the_fewest_gpus_that_share_sequences_in_threes_are_found():
+    """Neither 8 times a power of 2 nor every number of machines is a multiple of 3."""
+    request = recomputing(make_request("gpt:layers=96,hidden=6144,heads=48,seq=6144", device="a100-40"))
+    request = sharing(replace(request, world_size=48), 3)
+    assert find(Question.MIN_GPUS, request).value == 24
+    assert row(replace(request, world_size=24)).fits and not row(replace(request, world_size=6)).fits
+
+
+@pytest.mark.parametrize(("mesh", "fewest"), [({"replicate_size": 3}, 24), ({"shard_size": 16}, 16)])
+def test_the_fewest_gpus_of_a_mesh_are_found(mesh, fewest):
+    request = make_request("gpt:layers=48,hidden=4096,heads=32", 48, strategy=4, device="a100-40")
+    found = find(Question.MIN_GPUS, request.with_config(request.config.changed(shardkit={"mesh": mesh})))
+    assert found.value == fewest, found.text
+
+
 def test_nothing_fits_is_said():
     request = make_request("gpt:layers=8,hidden=25600,heads=160", device="l4")
     fewest, largest = find(Question.MIN_GPUS, request), find(Question.MAX_BATCH, request)
@@ -1261,6 +1276,27 @@ def test_the_effect_of_a_change_is_the_closed_forms_own():
     for change in changes(request):
         assert change.saved_bytes == peak - change.peak_bytes
     assert changes(replace(request, batch_size=None)) == ()
+
+
+def test_a_peak_that_is_a_lower_bound_has_changes_too():
+    """DDP under autocast, whose copies are not counted, where the rest alone does not fit."""
+    request = make_request("gpt:layers=32,hidden=4096,heads=32", strategy=3, batch_size=8)
+    facts = replace(request.description.facts, casts_once=False)
+    request = replace(request, description=replace(request.description, facts=facts))
+    assert not row(request).memory.activations_known
+    assert "fsdp_sharding_strategy: FULL_SHARD" in {change.text for change in changes(request)}
+    text = " ".join(render(answer(request)).split())
+    assert re.search(r"3 NO_SHARD needs at least [\d,.]+ GiB\. Changes that lower it", text)
+
+
+def test_estimates_of_one_division_divide_once():
+    request = make_request("gpt:layers=32,hidden=4096,heads=32", batch_size=8)
+    first, *others = (row(replace(request, batch_size=size)).estimate for size in (1, 2, 4))
+    assert {first.units} == {each.units for each in others}
+    assert len(request.description.tree.computed) == 1
+    row(replace(request, world_size=16))
+    row(request.with_config(request.config.changed(fsdp={"min_num_params": 7})))
+    assert len(request.description.tree.computed) == 3
 
 
 def test_more_tokens_than_positions_are_refused_and_more_than_configured_are_said():

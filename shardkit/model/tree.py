@@ -2,10 +2,11 @@
 (`model/live.py`), from a child process that built one on the meta device (`model/sources.py`), or from a formula
 (`model/gpt.py`); all are divided into units by the same code (`model/cut.py`)."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from shardkit.digits import number_in
 
@@ -82,6 +83,11 @@ class ModuleNode:
     def weights(self) -> int:
         """As `numel`, with what packed parameters hold."""
         return sum(parameter.weights for _, parameter in self.owned())
+
+    @cached_property
+    def computed(self) -> dict[Hashable, Any]:
+        """Results that follow from this tree and their key alone, kept as long as the tree is."""
+        return {}
 
     @property
     def numel_with_tied(self) -> int:

@@ -276,15 +276,18 @@ def _changes(answer: Answer) -> str:
     peak = chosen.memory.peak.total
     by_formula = " and by the closed form" if chosen.simulated else ""
     scale, unit = _unit(peak)
-    needs = f"{chosen.label} needs {peak / scale:,.1f} {unit}."
+    least = "" if chosen.memory.activations_known else "at least "
+    needs = f"{chosen.label} needs {least}{peak / scale:,.1f} {unit}."
     lines = wrap(f"{needs} Changes that lower it, each by itself{by_formula} (--set KEY=VALUE plans KEY: VALUE):", 80)
     lines.append(f"{'effect':>12}  fits  change")
     for change in answer.changes:
         saved = change.saved_bytes / scale
         effect = f"-{saved:,.1f} {unit}" if saved >= 0.05 else f"<0.1 {unit}"
-        parts = change.text.split(" and ")
-        lines.append(f"{effect:>12}  {yes_no(change.fits):<4}  {parts[0]}")
-        lines += [f"{'':>20}and {part}" for part in parts[1:]]
+        first, *others = change.text.split(" and ")
+        texts = [first, *(f"and {other}" for other in others)]
+        first, *others = [line for text in texts for line in wrap(text, 60, break_on_hyphens=False)]
+        lines.append(f"{effect:>12}  {yes_no(change.fits):<4}  {first}")
+        lines += [f"{'':>20}{other}" for other in others]
         if change.host_bytes:
             over = "" if answer.request.rank_device.host_has_room(change.host_bytes) else ": more than its part"
             held = f"{_number(change.host_bytes / scale)} {unit} of host memory a rank"

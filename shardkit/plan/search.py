@@ -4,6 +4,7 @@ times."""
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from math import lcm
 
 from shardkit.config.meaning import with_strategy
 from shardkit.config.schema import ShardingStrategy
@@ -190,7 +191,9 @@ def min_gpus(request: PlanRequest, evaluate: Evaluate) -> SearchResult:
     _check_known("min-gpus", evaluate(request))
     name = configured_strategy(request.config).value
     worlds = _Worlds(request, evaluate)
-    found = _fewest(worlds.fits, request.ranks_per_machine)
+    mesh = request.config.shardkit.mesh
+    groups = lcm(mesh.context_size, (mesh.shard_size or 1) * (mesh.replicate_size or 1))
+    found = _fewest(worlds.fits, request.ranks_per_machine, groups)
     if found is None:
         text = f"{name} does not fit on any number up to {LARGEST_WORLD:,}"
         if (least := worlds.least) is not None:
@@ -201,21 +204,22 @@ def min_gpus(request: PlanRequest, evaluate: Evaluate) -> SearchResult:
     return SearchResult("min-gpus", found, f"Fewest: {found:,} x {where}, {name}.")
 
 
-def _fewest(fits: Callable[[int], bool], ranks_per_machine: int) -> int | None:
-    """Tries every number on one machine, then whole machines by doubling and bisection."""
+def _fewest(fits: Callable[[int], bool], ranks_per_machine: int, groups: int = 1) -> int | None:
+    """Tries every number on one machine, then whole machines, which `groups` divides, by doubling and bisection."""
     for size in range(1, ranks_per_machine + 1):
         if fits(size):
             return size
-    machines = 2
-    while not fits(machines * ranks_per_machine):
-        machines *= 2
-        if machines * ranks_per_machine > LARGEST_WORLD:
+    least = lcm(ranks_per_machine, groups)
+    times = 1 if least > ranks_per_machine else 2
+    while not fits(times * least):
+        times *= 2
+        if times * least > LARGEST_WORLD:
             return None
-    low = machines // 2
-    while machines - low > 1:
-        middle = (low + machines) // 2
-        low, machines = (low, middle) if fits(middle * ranks_per_machine) else (middle, machines)
-    return machines * ranks_per_machine
+    low = times // 2
+    while times - low > 1:
+        middle = (low + times) // 2
+        low, times = (low, middle) if fits(middle * least) else (middle, times)
+    return times * least
 
 
 def strategy(request: PlanRequest, evaluate: Evaluate = row) -> SearchResult:

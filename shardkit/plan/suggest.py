@@ -82,11 +82,10 @@ def suggest_from(rows: Sequence[Row], device: Device) -> tuple[ShardingStrategy 
 def changes(request: PlanRequest) -> tuple[Change, ...]:
     """Changes that lower the peak of the request's configuration, each on its own, the largest effect first.
 
-    If none is enough with what is trained as it is, a combination that fits is added at the end, if there is one. Empty
-    if the closed form does not count all activations.
+    If none is enough with what is trained as it is, a combination that fits is added at the end, if there is one. Only
+    changes whose activations the closed form counts in full: their peak is then below that of the configuration, even
+    where that one's is a lower bound.
     """
-    if not row(request).memory.activations_known:
-        return ()
     same = [change for _, change in _lower(request, _training_the_same(request, request))]
     other = [change for _, change in _lower(request, _training_otherwise(request))]
     found = sorted([*same, *other], key=lambda change: change.peak_bytes)

@@ -12,7 +12,7 @@ from itertools import dropwhile
 from math import ceil, prod
 
 from shardkit.config.meaning import WIDE, Dtypes, dtypes, mesh_sizes, offloads_state, reshards_after_forward
-from shardkit.config.schema import Config
+from shardkit.config.schema import Config, FsdpConfig
 from shardkit.model.blocks import repeated_classes
 from shardkit.model.cut import Cut, as_trained, cut, outermost, shard_dim, whole
 from shardkit.model.tree import ModuleNode, Parameter
@@ -137,13 +137,25 @@ def itemsize(dtype: str) -> int:
 def layout(
     tree: ModuleNode, config: Config, world_size: int, ranks_per_machine: int, optimizer: str, ema: Ema = Ema.NO
 ) -> ShardedSizes:
-    """Sizes of the model sharded over the ranks. Raises ModelError if it cannot be divided as configured."""
-    found = axes(config, world_size, ranks_per_machine)
-    is_sharded, used = found.mode == "fsdp", dtypes(config)
+    """Sizes of the model sharded over the ranks. Raises ModelError if it cannot be divided as configured.
+
+    They are kept with the tree: most of the changes that a plan compares leave them as they are.
+    """
+    found, used, offloads = axes(config, world_size, ranks_per_machine), dtypes(config), offloads_state(config)
     if found.mode == "ddp" and (hook := config.shardkit.ddp.comm_hook) in ("fp16", "bf16"):
         used = replace(used, reduce=hook)
-    tree = as_trained(tree, used.param)
-    decided = cut(tree, config.fsdp, used.param) if is_sharded else whole(tree)
+    key = (found, used, offloads, optimizer, ema, config.fsdp.model_dump_json())
+    if key not in tree.computed:
+        tree.computed[key] = _layout(as_trained(tree, used.param), config.fsdp, found, used, optimizer, ema, offloads)
+    sizes: ShardedSizes = tree.computed[key]
+    return sizes
+
+
+def _layout(
+    tree: ModuleNode, config: FsdpConfig, found: Axes, used: Dtypes, optimizer: str, ema: Ema, offloads: bool
+) -> ShardedSizes:
+    is_sharded = found.mode == "fsdp"
+    decided = cut(tree, config, used.param) if is_sharded else whole(tree)
     sizes = _Sizes(used, found.shards, optimizers_of(tree, optimizer), not is_sharded, ema)
     units, root = _units(tree, decided, sizes)
     parameters = dict(tree.owned())
@@ -165,7 +177,7 @@ def layout(
             for kind, tensor in of_whole
             if tensor.part is not None and is_state_whole(kind, tensor.shape)
         ),
-        state_in_step=_state_in_step(parameters, sharded, sizes) if offloads_state(config) else 0,
+        state_in_step=_state_in_step(parameters, sharded, sizes) if offloads else 0,
     )
 
 
