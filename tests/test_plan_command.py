@@ -908,8 +908,18 @@ def test_searches_name_what_is_configured(capsys, question, kind):
 def test_the_fewest_gpus_are_on_full_machines(capsys):
     asked = ("--model", "gpt:layers=32,hidden=4096,heads=32", "--batch-size", "1", "--device", "l4")
     asked = (*asked, "--find", "min-gpus")
-    found = [plan(capsys, *asked, "--world", world).partition("Fewest: ")[2].split(",")[0] for world in ("1", "64")]
+    found = [plan(capsys, *asked, "--world", world).partition("Fewest: ")[2].split(",")[0] for world in ("1", "64", "100")]
     assert found[0] == found[1] and "machines)" in found[0], "the world that the search starts from is no machine"
+    assert found[0] == found[2], "100 ranks are on machines of 5"
+
+
+def test_more_ranks_are_on_full_machines_where_these_can_have_them(capsys):
+    """12 ranks are on two machines of 6, and 24 on three of 8: HYBRID_SHARD shards over more."""
+    asked = ("--model", "gpt:layers=32,hidden=4096,heads=32", "--batch-size", "1", "--device", "l4")
+    asked = (*asked, "--set", "fsdp_sharding_strategy=4", "--json")
+    change = next(c for c in json.loads(plan(capsys, *asked, "--world", "12"))["changes"] if "--world 24" in c["text"])
+    rows = json.loads(plan(capsys, *asked, "--world", "24"))["strategies"]
+    assert change["peak_bytes"] == next(row for row in rows if row["number"] == 4)["peak_bytes"]
 
 
 def test_ddp_on_one_rank_is_one_process(capsys):
@@ -1285,7 +1295,9 @@ def test_a_peak_that_is_a_lower_bound_has_changes_too():
     request = replace(request, description=replace(request.description, facts=facts))
     assert not row(request).memory.activations_known
     assert "fsdp_sharding_strategy: FULL_SHARD" in {change.text for change in changes(request)}
-    text = " ".join(render(answer(request)).split())
+    told = render(answer(request))
+    assert max(map(len, told.splitlines())) <= 80
+    text = " ".join(told.split())
     assert re.search(r"3 NO_SHARD needs at least [\d,.]+ GiB\. Changes that lower it", text)
 
 

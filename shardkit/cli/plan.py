@@ -184,6 +184,7 @@ def plan(
             model_name,
             planned_device,
             per_machine=ranks_of_each,
+            full_machine=ranks_of_each or request.usual_per_machine(path, settings or [], device),
             network=gigabits,
             file=None if of or model else path,
             adapters=adapters,

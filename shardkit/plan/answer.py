@@ -31,6 +31,8 @@ class PlanRequest:
     """A model, a configuration, and the machines to plan for. `batch_size`: sequences per micro-batch and rank, or
     group of ranks that share each. `ranks_per_machine`: of a full machine; a world may have fewer ranks.
     `ranks_joined`: those that the device's fast links join, of which a rack or a pod has several machines'.
+    `full_machine`: ranks per machine of other numbers of ranks, where these have no machines of their own as the
+    request's may have, whose number does not divide evenly; None: `ranks_per_machine`.
 
     `is_on_tpu`: the configuration was translated from PyTorch/XLA (`tpu.as_planned`). `own_optimizer`, `own_batch`: the
     script's, as module:function, which a simulation uses in place of `optimizer` and of `batch_size` x `seq_len`.
@@ -42,6 +44,7 @@ class PlanRequest:
     world_size: int
     ranks_per_machine: int
     device: Device
+    full_machine: int | None = None
     optimizer: str = "adamw"
     batch_size: int | None = None
     seq_len: int | None = None
@@ -66,6 +69,12 @@ class PlanRequest:
         """The request under another configuration; frozen weights beside adapters have its compute dtype."""
         changed = replace(self, config=config)
         return changed if self.adapters is None else changed.with_adapters(self.adapters)
+
+    def with_world(self, world_size: int) -> "PlanRequest":
+        """The request for another number of ranks, on full machines, or on ones that divide them evenly."""
+        full = self.full_machine or self.ranks_per_machine
+        per_machine = full if world_size <= full else evenly(world_size, full)
+        return replace(self, world_size=world_size, ranks_per_machine=per_machine)
 
     def with_adapters(self, adapters: Adapters) -> "PlanRequest":
         """The request with adapters in place of those it has; the model's own weights are frozen, in the dtype in which
@@ -131,6 +140,11 @@ class PlanRequest:
     def has_unusual_sequences(self) -> bool:
         """Whether sequences are longer than those of most runs only because that is the model's maximum."""
         return bool(self.batch_size and not self.seq_len and (self.sequence_tokens or 0) > USUAL_TOKENS)
+
+
+def evenly(world_size: int, per_machine: int) -> int:
+    """The most ranks per machine, of so many at most, that all machines of the world can have."""
+    return next(each for each in range(min(per_machine, world_size), 0, -1) if world_size % each == 0)
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def _as_found(request: PlanRequest, finding: SearchResult | None) -> PlanRequest
         case SearchResult(question=search.Question.MAX_BATCH.value, value=int() | None as size):
             return replace(request, batch_size=size or 1)
         case SearchResult(question=search.Question.MIN_GPUS.value, value=int() as ranks):
-            return replace(request, world_size=ranks)
+            return request.with_world(ranks)
         case _:
             return request
 

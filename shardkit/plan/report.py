@@ -109,7 +109,7 @@ def _memory_table(answer: Answer) -> str:
     columns = [name for name in CATEGORIES if counted or name != "activations"]
     table = [[_number(getattr(row.memory.peak, name) / scale) for name in [*columns, "total"]] for row in answer.rows]
     head, *aligned = _aligned([_HEADS[name] for name in columns] + ["peak"], table, [7] * len(columns) + [8])
-    lines = [f"Memory of one rank at its peak, {unit} ({_method(answer)}{of_device})"]
+    lines = wrap(f"Memory of one rank at its peak, {unit} ({_method(answer)}{of_device})", 80)
     lines.append(f"  {'strategy':<20}{head}  fits")
     for row, cells in zip(answer.rows, aligned, strict=True):
         lines.append(f"{_mark(answer, row)}{row.label:<20}{cells}  {yes_no(row.fits)}")
@@ -261,6 +261,13 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.1f} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
+def _duration(seconds: float) -> str:
+    """As `_seconds`, with hours and minutes of what takes longer than people count in seconds."""
+    if seconds < 200:
+        return _seconds(seconds)
+    return f"{seconds / 60:,.0f} minutes" if seconds < 2 * 3600 else f"{seconds / 3600:,.1f} hours"
+
+
 def _suggestion(answer: Answer) -> str:
     if answer.suggested is None:
         return _filled(f"No strategy is suggested: {answer.reason}.") if answer.reason else ""
@@ -283,11 +290,10 @@ def _changes(answer: Answer) -> str:
     for change in answer.changes:
         saved = change.saved_bytes / scale
         effect = f"-{saved:,.1f} {unit}" if saved >= 0.05 else f"<0.1 {unit}"
-        first, *others = change.text.split(" and ")
-        texts = [first, *(f"and {other}" for other in others)]
-        first, *others = [line for text in texts for line in wrap(text, 60, break_on_hyphens=False)]
-        lines.append(f"{effect:>12}  {yes_no(change.fits):<4}  {first}")
-        lines += [f"{'':>20}{other}" for other in others]
+        columns = f"{effect:>12}  {yes_no(change.fits):<4}  "
+        for text in change.text.split(" and "):
+            lines += wrap(text, 80, initial_indent=columns, subsequent_indent=" " * 20, break_on_hyphens=False)
+            columns = f"{'and':>17}   "
         if change.host_bytes:
             over = "" if answer.request.rank_device.host_has_room(change.host_bytes) else ": more than its part"
             held = f"{_number(change.host_bytes / scale)} {unit} of host memory a rank"
@@ -337,7 +343,7 @@ def _of_storage(request: PlanRequest, size: int) -> str:
     speed = request.written_per_s
     source = "" if request.storage_bytes_per_s else " (1 a machine; --storage)"
     return (
-        f"A checkpoint (save_state) takes about {in_words(size)} on disk: {_seconds(size / speed)} where storage "
+        f"A checkpoint (save_state) takes about {in_words(size)} on disk: {_duration(size / speed)} where storage "
         f"writes {speed / 1e9:,.4g} GB/s{source}."
     )
 

@@ -15,7 +15,7 @@ from shardkit.model import comment
 from shardkit.model.adapters import Adapters
 from shardkit.model.sources import FORMS, describe, folder_for
 from shardkit.plan import devices, optimizers, tpu
-from shardkit.plan.answer import PlanRequest
+from shardkit.plan.answer import PlanRequest, evenly
 from shardkit.plan.devices import Device
 from shardkit.problems import Problems
 from shardkit.sizes import read_bytes
@@ -72,6 +72,11 @@ def _resolved(path: Path | None, given: dict[str, str]) -> Config:
         return Config()
 
 
+def usual_per_machine(path: Path | None, pairs: list[str], device: str | None) -> int:
+    """The ranks per machine where no number of ranks is given: those of the file's machines, or the device's."""
+    return _usual(_resolved(path, settings_from(pairs)), device)
+
+
 def _usual(config: Config, device: str | None) -> int:
     """The ranks per machine of the configuration on the device; 8 for a device that `device_of` refuses."""
     planned = _planned(config, device)
@@ -85,7 +90,7 @@ def _ranks_per_machine(config: Config, device: Device) -> int:
 
 def _of_world(world: int, per_machine: int) -> dict[str, str]:
     """The settings for so many ranks, on machines of so many, or of the next fewer that divide them evenly."""
-    ranks = next(each for each in range(min(per_machine, world), 0, -1) if world % each == 0)
+    ranks = evenly(world, per_machine)
     machines = world // ranks
     counted = FlagValue(str(machines), f"--world {world}, in machines of {ranks}")
     found = {"num_processes": FlagValue(str(world), "--world"), "num_machines": counted}
@@ -159,6 +164,7 @@ def build(
     device: Device,
     *,
     per_machine: int | None = None,
+    full_machine: int | None = None,
     network: float | None = None,
     file: Path | None = None,
     adapters: Adapters | None = None,
@@ -166,7 +172,7 @@ def build(
     """The request for the configuration's ranks, with defaults for what the script does. Reads the model, which may
     take seconds; with adapters, these alone are trained.
 
-    `per_machine`: by default `_ranks_per_machine`'s. `network`: Gb/s of one machine's adapters together; by default the
+    `per_machine`: by default `_ranks_per_machine`'s. `full_machine`: `usual_per_machine`'s. `network`: Gb/s of one machine's adapters together; by default the
     device's. `file`: the configuration file, where it names the model.
 
     Raises the errors of `describe`, and UsageError where the model cannot have the adapters.
@@ -181,6 +187,7 @@ def build(
         config=config if description.has_class_names else _without_class_names(config),
         world_size=config.num_processes,
         ranks_per_machine=per_machine or _ranks_per_machine(config, device),
+        full_machine=full_machine,
         device=device,
         folder=folder,
     )

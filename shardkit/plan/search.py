@@ -177,7 +177,7 @@ class _Worlds:
 
     def fits(self, world_size: int) -> bool:
         try:
-            request = replace(self.request, world_size=world_size)
+            request = self.request.with_world(world_size)
             found = self.evaluate(request)
         except ShardkitError:
             return False
@@ -193,13 +193,14 @@ def min_gpus(request: PlanRequest, evaluate: Evaluate) -> SearchResult:
     worlds = _Worlds(request, evaluate)
     mesh = request.config.shardkit.mesh
     groups = lcm(mesh.context_size, (mesh.shard_size or 1) * (mesh.replicate_size or 1))
-    found = _fewest(worlds.fits, request.ranks_per_machine, groups)
+    per_machine = request.full_machine or request.ranks_per_machine
+    found = _fewest(worlds.fits, per_machine, groups)
     if found is None:
         text = f"{name} does not fit on any number up to {LARGEST_WORLD:,}"
         if (least := worlds.least) is not None:
             text += f"; the smallest peak is on {least.request.world_size:,}: {_why_not(least)}"
         return SearchResult("min-gpus", None, f"{text}.")
-    machines = -(-found // request.ranks_per_machine)
+    machines = -(-found // per_machine)
     where = f"{request.device.name} ({counted(machines, 'machine')})"
     return SearchResult("min-gpus", found, f"Fewest: {found:,} x {where}, {name}.")
 

@@ -142,7 +142,7 @@ def _training_the_same(request: PlanRequest, given: PlanRequest) -> Iterator[_Ca
     section = config.shardkit
     recomputes_blocks = config.fsdp.activation_checkpointing and section.recompute == "blocks"
     if recomputes_blocks and not (section.offload_activations or section.compile or request.is_on_tpu):
-        text = "shardkit.offload_activations: true (slower steps, host memory)"
+        text = "shardkit.offload_activations: true (slower, host memory)"
         yield text, request.with_config(config.changed(shardkit={"offload_activations": True}))
     if dtypes(config).param is None:
         half = "fp16" if request.device.lacks_bf16 else "bf16"
@@ -183,7 +183,7 @@ def _needed_for(strategy: ShardingStrategy, given: PlanRequest) -> Iterator[str]
 def _other_loads(request: PlanRequest, given: PlanRequest) -> Iterator[_Candidate]:
     for factor in (2, 4):
         size = request.world_size * factor
-        yield f"--world {size} ({size // given.world_size} x the ranks)", replace(request, world_size=size)
+        yield f"--world {size} ({size // given.world_size} x the ranks)", request.with_world(size)
     if request.batch_size and request.batch_size > 1:
         # Gradients of the first micro-batch are kept through the others.
         half, steps = request.batch_size // 2, 2 * request.config.shardkit.gradient_accumulation_steps
