@@ -230,6 +230,15 @@ def test_weights_that_are_not_packed_are_told_where_they_are_most(capsys, tmp_pa
     assert "of the weights have 4 bits" not in plan(capsys, "gpt:layers=4,hidden=512,heads=4,vocab=100", *asked)
 
 
+def test_names_of_layers_are_read_as_people_write_them(capsys):
+    given = (SPEC, "--world", "2", "--batch-size", "1", "--lora", "16")
+    assert plan(capsys, *given, "--lora-targets", "all-linear") == plan(capsys, *given)
+    assert "LoRA of rank 16 (qkv, out):" in plan(capsys, *given, "--lora-targets", "qkv,out,qkv")
+    all_names = ",".join(f"blocks.{number}.attention.qkv" for number in range(2))
+    assert run(["plan", *given, "--lora-targets", f"{all_names},qkv,out,up,down"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_programs_read_which_adapters_are_planned(capsys):
     given = (SPEC, "--world", "2", "--device", "l4", "--lora", "16", "--json")
     code = run(["plan", *given])

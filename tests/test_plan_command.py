@@ -584,6 +584,13 @@ def test_the_largest_batch_fits_the_host_memory_too():
     assert row(_with(limited, batch_size=found + 1)).fits is False
 
 
+@pytest.mark.parametrize(("world", "said"), [(64, None), (60, "gathered as, 53% more (")])
+def test_shards_that_are_mostly_padding_are_said(capsys, world, said):
+    """64 rows on 60 ranks: 2 on each of 32, and none on 28."""
+    out = plan(capsys, "gpt:layers=2,hidden=64,heads=4,vocab=64,seq=64", "--world", str(world), "--device", "l4")
+    assert (said in " ".join(out.split())) if said else "are padded" not in out
+
+
 def test_what_a_search_finds_is_what_is_planned(capsys):
     asked = ("gpt:layers=8,hidden=2048,heads=16", "--device", "l4", "--json")
     found = json.loads(plan(capsys, *asked, "--world", "4", "--find", "max-batch"))
@@ -680,6 +687,11 @@ def test_a_search_says_where_it_ended():
     found = find(Question.MAX_BATCH, make_request("gpt:layers=1,hidden=2,heads=1,vocab=2,seq=1"))
     assert found.value == 65_536
     assert "65,536 sequences of 1 token per rank, the most that is tried (" in found.text
+
+
+def test_words_of_flags_may_have_underscores(capsys):
+    asked = (SMALL, "--world", "2", "--device", "l4", "--find")
+    assert plan(capsys, *asked, "max_batch") == plan(capsys, *asked, "max-batch")
 
 
 def test_find_strategy(capsys):

@@ -214,7 +214,7 @@ def _member(flag: str, name: str, kind: "type[Choice]") -> "Choice":
     from shardkit.errors import UsageError
 
     try:
-        return kind(name.strip().lower())
+        return kind(name.strip().lower().replace("_", "-"))
     except ValueError:
         known = ", ".join(member.value for member in kind)
         raise UsageError(f"{flag}: unknown (got {name!r}); use one of {known}.") from None

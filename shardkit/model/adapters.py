@@ -19,6 +19,8 @@ from shardkit.wording import first_few, near_or
 _LINEAR = ("Linear", "Conv1D")
 # Names that peft gives: of the layer, and of the two matrices beside it.
 _LAYER, _FIRST, _SECOND = "base_layer", "lora_A", "lora_B"
+_ALL = "all-linear"
+"""peft's word for all that get adapters where none is named."""
 _LARGEST_RANK = 65_536
 """More than the width of any model."""
 # Storage of packed weights that FSDP2 of every torch shards.
@@ -58,10 +60,10 @@ class Adapters:
 def adapters_of(rank: str | None, targets: str | None, in_4_bits: bool) -> Adapters | None:
     """What --lora, --lora-targets and --load-in-4bit say; None where the whole model is trained. UsageError, with all
     problems, where the others are given without --lora, or the rank is no number."""
-    names = tuple(name.strip() for name in (targets or "").split(",") if name.strip())
+    names = tuple(dict.fromkeys(name.strip() for name in (targets or "").split(",") if name.strip()))
     number = number_of_flag("--lora", rank, 1, _LARGEST_RANK)
     if number is not None and (names or targets is None):
-        return Adapters(number, names, in_4_bits)
+        return Adapters(number, () if names == (_ALL,) else names, in_4_bits)
     problems = []
     if number is not None:
         problems.append(f"--lora-targets: names no layer (got {targets!r}); write q_proj,v_proj.")

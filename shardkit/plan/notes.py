@@ -8,6 +8,7 @@ from shardkit.errors import UsageError
 from shardkit.model.adapters import is_beside_adapter
 from shardkit.model.blocks import inside_blocks
 from shardkit.model.cut import shard_dim
+from shardkit.model.tree import ModuleNode
 from shardkit.plan import context
 from shardkit.plan.answer import Change, PlanRequest
 from shardkit.plan.closed_form import keeps_on_host, keeps_shards_on_host
@@ -19,6 +20,7 @@ from shardkit.wording import counted
 _UNUSED_POSITIONS = 8
 # Parts of a model below this share of its parameters get no note.
 _REMARKABLE = 0.01
+_PADDED = 0.1
 _EIGHT_BITS = (
     "Linear layers in 8 bits: memory and traffic are those of bf16 (fp8 gathers less); the fastest time includes the "
     "published speed-up of large layers."
@@ -54,7 +56,8 @@ def check_seq_len(request: PlanRequest) -> str | None:
 
 
 def undivided(request: PlanRequest) -> str | None:
-    """A note if more than _REMARKABLE of the parameters cannot be sharded evenly."""
+    """A note if more than _REMARKABLE of the parameters cannot be sharded evenly, or shards are padded by more than
+    _PADDED."""
     found = axes(request.config, request.world_size, request.ranks_per_machine)
     if found.mode != "fsdp":
         return None
@@ -65,11 +68,29 @@ def undivided(request: PlanRequest) -> str | None:
         if parameter.shape and parameter.shape[0] < shards and not shard_dim(parameter.shape, shards)
     }
     if sum(parameter.numel for parameter in few.values()) < _REMARKABLE * tree.numel:
-        return None
+        return _padded(tree, shards)
     name, parameter = max(few.items(), key=lambda item: item[1].numel)
     return (
         f"{name} {parameter.shape} cannot be sharded evenly over {shards:,} ranks on any dim: {parameter.shape[0]:,} "
         f"ranks hold all of it, and gathered parameters are padded."
+    )
+
+
+def _padded(tree: ModuleNode, shards: int) -> str | None:
+    """A note if padding adds much: 16,384 ranks get 2 of 25,600 rows each, or none, and gather 32,768."""
+    extra: dict[str, int] = {}
+    for name, parameter in tree.owned():
+        rows = parameter.shape[0] if parameter.shape else 0
+        if rows and not shard_dim(parameter.shape, shards):
+            extra[name] = -rows % shards * (parameter.numel // rows)
+    if sum(extra.values()) < _PADDED * tree.numel:
+        return None
+    share, name = sum(extra.values()) / tree.numel, max(extra, key=lambda each: extra[each])
+    rows = dict(tree.owned())[name].shape[0]
+    return (
+        f"Shards on {shards:,} ranks are padded: parameters take, and are gathered as, {share:.0%} more ({name} has "
+        f"{rows:,} rows). A number of ranks that divides the rows avoids that, or a hybrid strategy with such a "
+        "shardkit.mesh.shard_size."
     )
 
 

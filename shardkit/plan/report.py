@@ -49,7 +49,7 @@ def _headline(request: PlanRequest) -> str:
     load = [where, request.device.name, _precision(config)]
     if request.adapters:
         trained = sum(p.numel for _, p in request.description.tree.owned() if p.trainable)
-        load.append(f"{request.adapters.text}: {count_text(trained)} trained")
+        load += f"{request.adapters.text}: {count_text(trained)} trained".split(", ")
     load.append(request.own_optimizer or request.optimizer)
     if request.own_batch:
         load.append(f"micro-batch of {request.own_batch}")
