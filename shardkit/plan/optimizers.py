@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from math import prod
 
 from shardkit.errors import UsageError
@@ -27,6 +28,7 @@ def step_bytes(name: str, shape: Shape, itemsize: int) -> int:
     return _MADE_IN_STEP.get(check(name), 0) * prod(shape) * itemsize
 
 
+@cache
 def check(name: str) -> str:
     """The name in lower case, without dashes; UsageError where it is neither in `STATE` nor in `QUANTIZED`."""
     key, known = name.strip().lower().replace("-", "").replace("_", ""), [*STATE, *QUANTIZED]
