@@ -509,8 +509,11 @@ def test_what_cannot_be_parallelized_is_said_in_words(ranks):
         "as a part of another model; build the model anew, and prepare it once."
     )
     assert "model: 0.weight has no shape yet; run one batch through the model first." in lazy
-    assert sparse == "model: 0 has sparse gradients, which FSDP cannot reduce; create it with sparse=False."
-    assert all_sparse == "model: it has sparse gradients, which FSDP cannot reduce; create it with sparse=False."
+    instead = (
+        "has sparse gradients, which FSDP cannot reduce; create it with sparse=False, and train it with an optimizer for "
+        "dense gradients (not SparseAdam), or use strategy NO_SHARD."
+    )
+    assert (sparse, all_sparse) == (f"model: 0 {instead}", f"model: it {instead}")
     assert "ModuleList is a container without a forward, so it cannot be a unit" in container
 
 

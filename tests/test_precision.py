@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -275,6 +276,55 @@ def output_of(strategy: int, param: str | None) -> torch.dtype:
 @pytest.mark.parametrize("param", [None, "fp32", "bf16"])
 def test_outputs_have_their_dtype_in_any_mode_and_compute_dtype(ranks, strategy, param):
     assert ranks.run(2, output_of, strategy, param) == [torch.bfloat16] * 2
+
+
+class LatentsAndImage(nn.Module):
+    """Its values are whole numbers, which bf16 has exactly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.style, self.image = nn.Linear(4, 6, bias=False), nn.Linear(6, 2, bias=False)
+        for parameter in self.parameters():
+            parameter.data = torch.arange(parameter.numel(), dtype=torch.float32).view_as(parameter) % 3 - 1
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        latents = self.style(x)
+        return self.image(latents), latents
+
+
+def penalty_on_latents(model: nn.Module) -> list[torch.Tensor]:
+    image, latents = model(torch.tensor([[1.0, 2.0, 0.0, -1.0]]))
+    (gradient,) = torch.autograd.grad(image.square().sum() + latents.sum(), latents, create_graph=True)
+    gradient.square().sum().backward()
+    whole = [torch.empty(p.shape).copy_(p.grad) for p in model.parameters()]
+    return [image.detach(), latents.detach(), gradient.detach(), *whole]
+
+
+def penalty_in_bf16(strategy: int) -> list[torch.Tensor]:
+    config = config_for(dist.get_world_size(), strategy, "bf16", fsdp_auto_wrap_policy="NO_WRAP")
+    model = LatentsAndImage()
+    precision.autocast_forward(model, config, torch.device("cpu"))
+    return penalty_on_latents(parallel(model, config))
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_gradients_for_an_output_are_those_before_its_cast(ranks, strategy):
+    if strategy == 1 and not hasattr(FSDPState, "_cast_output_dtype"):
+        pytest.skip("torch 2.11 casts the outputs of a unit itself")
+    expected = penalty_on_latents(LatentsAndImage())
+    for found in ranks.run(2, penalty_in_bf16, strategy):
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == torch.float32 and torch.equal(one, other)
+
+
+def test_what_changes_an_output_in_place_is_differentiated_by_itself(alone):
+    model = Accelerator(mixed_precision="bf16", config={"distributed_type": "NO", "use_cpu": True}).prepare(
+        LatentsAndImage()
+    )
+    _, latents = model(torch.ones(1, 4))
+    latents *= 2
+    (gradient,) = torch.autograd.grad((3 * latents).sum(), latents)
+    assert torch.equal(gradient, torch.full((1, 6), 3.0))
 
 
 def backward_by_hand(begins_well: bool) -> str:

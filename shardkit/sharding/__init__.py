@@ -6,7 +6,7 @@ by FSDP2            the folder fsdp
 by DDP, by XLA      the folder ddp; xla
 sequences           the folder context_parallel: ranks that share each sequence
 gradients           gradient_sync, taken_gradients, hooks, mixed_losses, offloaded_gradients
-in blocks           activation, changed_buffers, offload, float8, precision
+in blocks           activation, changed_buffers, offload, float8, precision, cast_outputs
 parameters          parameters, original_parameters
 sharded tensors     the folder tensors: what a script may do with them
 """

@@ -23,6 +23,7 @@ from shardkit.errors import MachineError
 from shardkit.log import get_logger
 from shardkit.model.cut import trained_dtype
 from shardkit.sharding import float8
+from shardkit.sharding.cast_outputs import cast_output
 from shardkit.sharding.units import Units
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -118,7 +119,7 @@ def autocast_forward(model: nn.Module, config: Config, device: torch.device) -> 
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
         with autocast(config, device):
             output = function(*args, **kwargs)
-        return tree_map_only(torch.Tensor, lambda t: t.to(precision.output) if t.is_floating_point() else t, output)
+        return tree_map_only(torch.Tensor, lambda t: cast_output(t, precision.output), output)
 
     setattr(under_autocast, _PLAIN, vars(model).get("forward"))
     _under_autocast.add(under_autocast)

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.utils import _apply_to_tensors
 from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardkit.sharding.cast_outputs import cast_output
 
 
 def without_views(output: Any) -> Any:
@@ -38,6 +41,11 @@ class _Own(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         return gradients[0]
+
+
+def cast(output: Any, dtype: torch.dtype | None) -> Any:
+    """A unit's outputs in its output dtype, if it has one. torch casts them, too, but none can be differentiated by."""
+    return output if dtype is None else _apply_to_tensors(partial(cast_output, dtype=dtype), output)
 
 
 def in_objects(output: Any) -> list[torch.Tensor]:

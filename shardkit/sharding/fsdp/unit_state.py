@@ -43,7 +43,7 @@ from shardkit.sharding.fsdp.internals import (
     states_of,
     warn_of_newer,
 )
-from shardkit.sharding.fsdp.outputs import LeftOnModules, in_objects, may_be_differentiated
+from shardkit.sharding.fsdp.outputs import LeftOnModules, cast, in_objects, may_be_differentiated
 from shardkit.sharding.fsdp.recovery import after_forward, recover_if_broken_off
 from shardkit.sharding.fsdp.trace import Trace, set_trace
 from shardkit.sharding.hooks import accumulates, hook_weakly, is_in_backward, track_autograd
@@ -93,6 +93,9 @@ class UnitState(FSDPState):
         if torch.is_grad_enabled():
             self._pass.keeps_graph = True
         return super()._pre_backward(grad)
+
+    def _cast_output_dtype(self, output: Any) -> Any:  # torch 2.11 has no such method, and casts by itself
+        return cast(output, self._mp_policy.output_dtype)
 
     def _register_pre_backward_hook(self, output: Any) -> Any:
         return output if self._running else super()._register_pre_backward_hook(output)
