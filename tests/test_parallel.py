@@ -510,8 +510,8 @@ def test_what_cannot_be_parallelized_is_said_in_words(ranks):
     )
     assert "model: 0.weight has no shape yet; run one batch through the model first." in lazy
     instead = (
-        "has sparse gradients, which FSDP cannot reduce; create it with sparse=False, and train it with an optimizer for "
-        "dense gradients (not SparseAdam), or use strategy NO_SHARD."
+        "has sparse gradients, which FSDP cannot reduce; create it with sparse=False and train it with another "
+        "optimizer than SparseAdam, or use strategy NO_SHARD."
     )
     assert (sparse, all_sparse) == (f"model: 0 {instead}", f"model: it {instead}")
     assert "ModuleList is a container without a forward, so it cannot be a unit" in container

@@ -258,6 +258,31 @@ def test_parameters_taken_before_prepare_say_so_when_they_are_used(ranks):
     assert ranks.run(2, used_before, 3) == [[""] * 11] * 2
 
 
+class InPlainList(nn.Module):
+    """Its layers are in a plain list, and only their parameters are registered."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.layers = kind([nn.Linear(4, 4) for _ in range(2)])
+        self.all = nn.ParameterList(parameter for layer in self.layers for parameter in layer.parameters())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def layers_in(kind: type) -> str:
+    model = Accelerator(config={"use_cpu": True, "num_processes": 2}).prepare(InPlainList(kind))
+    return refusal(lambda: model(torch.ones(1, 4)))
+
+
+def test_modules_in_a_plain_list_are_said_to_belong_into_a_module_list(ranks):
+    for text in ranks.run(2, layers_in, list):
+        assert text.startswith("all.0: this parameter was taken") and "belong into an nn.ModuleList." in text
+    assert ranks.run(2, layers_in, nn.ModuleList) == [""] * 2
+
+
 class Shifted(Net):
     """Its first parameter has no dimension, so it is not sharded."""
 

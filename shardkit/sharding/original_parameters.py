@@ -34,7 +34,7 @@ class ReleasedParameter(nn.Parameter):
         raise UsageError(
             f"{fqn}: this parameter was taken from the model before prepare, which has replaced it by a sharded one "
             f"(got a use of {name}); take it from the prepared model: model.parameters(). An optimizer that was built "
-            "before is given to prepare."
+            "before is given to prepare; modules in a plain list belong into an nn.ModuleList."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

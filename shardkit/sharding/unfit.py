@@ -93,8 +93,8 @@ def _unfit_for_fsdp(model: nn.Module) -> list[str]:
         for one, other in pairs_in_same_memory(model)[:3]
     ]
     problems += [
-        f"model: {fqn or 'it'} has sparse gradients, which FSDP cannot reduce; create it with sparse=False, and train it "
-        "with an optimizer for dense gradients (not SparseAdam), or use strategy NO_SHARD."
+        f"model: {fqn or 'it'} has sparse gradients, which FSDP cannot reduce; create it with sparse=False and "
+        "train it with another optimizer than SparseAdam, or use strategy NO_SHARD."
         for fqn, module in model.named_modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
     ]
