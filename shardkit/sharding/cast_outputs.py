@@ -22,9 +22,9 @@ _casts: Any = WeakIdKeyDictionary()
 """For each cast output, the node of its cast and the place of the value before it."""
 
 
-def cast_output(output: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The output in this dtype, if it is a floating point tensor."""
-    if not output.is_floating_point() or output.dtype == dtype:
+def cast_output(output: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """The output in this dtype, if there is one, and the output is a floating point tensor."""
+    if dtype is None or not output.is_floating_point() or output.dtype == dtype:
         return output
     result = output.to(dtype)
     if output.grad_fn is not None and not torch.compiler.is_compiling() and not is_transformed():
