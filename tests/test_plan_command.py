@@ -20,8 +20,9 @@ from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan import devices, measured, optimizers, plot, roofline
 from shardkit.plan.activations import Loss
-from shardkit.plan.answer import Answer, PlanRequest, possible_strategies, row, to_json
+from shardkit.plan.answer import Answer, PlanRequest, possible_strategies, row
 from shardkit.plan.answering import SimulationOptions, answer
+from shardkit.plan.json_answer import to_json
 from shardkit.plan.notes import check_seq_len, frozen_in_fp32
 from shardkit.plan.png import figure_of
 from shardkit.plan.rank_memory import CATEGORIES, Memory, Moment, RankMemory
@@ -617,7 +618,7 @@ def test_the_size_of_a_checkpoint(capsys):
         assert found["checkpoint_bytes"] == pytest.approx(12 * found["model"]["parameters"], rel=0.01)
     size = found["checkpoint_bytes"]
     told = " ".join(plan(capsys, *asked).split())
-    assert f"A checkpoint (save_state) takes about {size / GIB:.1f} GiB on disk: {size / 2e9:.1f} s where" in told
+    assert f"A checkpoint (save_state) takes about {size / GIB:.1f} GiB on disk: {size / 2e9:.2g} seconds where" in told
     assert json.loads(plan(capsys, *asked, "--ema", "trained", "--json"))["checkpoint_bytes"] is None
 
 
@@ -920,7 +921,9 @@ def test_searches_name_what_is_configured(capsys, question, kind):
 def test_the_fewest_gpus_are_on_full_machines(capsys):
     asked = ("--model", "gpt:layers=32,hidden=4096,heads=32", "--batch-size", "1", "--device", "l4")
     asked = (*asked, "--find", "min-gpus")
-    found = [plan(capsys, *asked, "--world", world).partition("Fewest: ")[2].split(",")[0] for world in ("1", "64", "100")]
+    found = [
+        plan(capsys, *asked, "--world", world).partition("Fewest: ")[2].split(",")[0] for world in ("1", "64", "100")
+    ]
     assert found[0] == found[1] and "machines)" in found[0], "the world that the search starts from is no machine"
     assert found[0] == found[2], "100 ranks are on machines of 5"
 

@@ -258,7 +258,7 @@ def _json(answer: "Answer", measurement: "Measured | None") -> str:
     import json
     from dataclasses import asdict
 
-    from shardkit.plan.answer import to_json
+    from shardkit.plan.json_answer import to_json
 
     measured = {} if measurement is None else {"measured": asdict(measurement)}
     return json.dumps(to_json(answer) | measured, indent=2)

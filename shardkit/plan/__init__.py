@@ -5,5 +5,5 @@ by formula   rank_memory; closed_form, unit_sizes, whole_steps, activations, con
              whole_run, failures; tpu
 simulated    simulation, and in its child process worker, batches, simulated_optimizers, fake_world, training_step,
              memory_tracker, repeats; allocator
-its text     report, page, picture, plot, png
+its text     report, json_answer, page, picture, plot, png
 """

@@ -261,13 +261,6 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.1f} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
-def _duration(seconds: float) -> str:
-    """As `_seconds`, with hours and minutes of what takes longer than people count in seconds."""
-    if seconds < 200:
-        return _seconds(seconds)
-    return f"{seconds / 60:,.0f} minutes" if seconds < 2 * 3600 else f"{seconds / 3600:,.1f} hours"
-
-
 def _suggestion(answer: Answer) -> str:
     if answer.suggested is None:
         return _filled(f"No strategy is suggested: {answer.reason}.") if answer.reason else ""
@@ -341,10 +334,11 @@ def _notes(answer: Answer) -> str:
 def _of_storage(request: PlanRequest, size: int) -> str:
     """What a checkpoint takes of storage."""
     speed = request.written_per_s
+    time = whole_run.span_text(size / speed)
     source = "" if request.storage_bytes_per_s else " (1 a machine; --storage)"
     return (
-        f"A checkpoint (save_state) takes about {in_words(size)} on disk: {_duration(size / speed)} where storage "
-        f"writes {speed / 1e9:,.4g} GB/s{source}."
+        f"A checkpoint (save_state) takes about {in_words(size)} on disk: {time} where storage writes "
+        f"{speed / 1e9:,.4g} GB/s{source}."
     )
 
 

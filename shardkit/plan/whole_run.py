@@ -117,19 +117,21 @@ def failures_text(run: WholeRun, found: RunEstimate, lost: Failures) -> str:
     expected = low if low == high else f"{low} - {high}"
     text = f"Failures: at one in {run.device_hours:,.0f} device-hours{source}, {expected} in this run"
     if lost.lost >= 1:
-        return f"{text}, one every {_span(lost.between_s)}: saves and restarts leave no time to train."
+        return f"{text}, one every {span_text(lost.between_s)}: saves and restarts leave no time to train."
     if lost.save_every_s >= found.seconds[1]:
         return f"{text}: a save at the end is enough."
     hint = ""
     if lost.lost - lost.lost_in_background >= 0.005:
         hint = f" (shardkit.checkpoint.blocking: false: {lost.lost_in_background:.1%})"
+    interval, stall = span_text(lost.save_every_s), span_text(lost.stall_s)
     return (
-        f"{text}. Saving every {_span(lost.save_every_s)} then costs least: with {_span(lost.stall_s)} a save, and "
-        f"{RESTART_S / 60:.0f} minutes a restart, {lost.lost:.1%} of the time{hint}."
+        f"{text}. Saving every {interval} then costs least: with {stall} a save, and {RESTART_S / 60:.0f} minutes a "
+        f"restart, {lost.lost:.1%} of the time{hint}."
     )
 
 
-def _span(seconds: float) -> str:
+def span_text(seconds: float) -> str:
+    """Two digits: `4.1 minutes`."""
     unit, length = _unit_of(seconds)
     return f"{_rounded(seconds / length, 2)} {unit}"
 
