@@ -2,6 +2,7 @@
 step, and weights in 4 bits have bitsandbytes' bytes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from shardkit.config.schema import Config
 from shardkit.errors import UsageError
 from shardkit.model import gpt, gpt_module
 from shardkit.model.adapters import Adapters, adapted, chosen, scale_bytes
-from shardkit.model.describe import ModelDescription, from_json, to_json
+from shardkit.model.describe import (
+    PARAMETERS_IN_FP32,
+    QUANTIZATION_NOT_APPLIED,
+    ModelDescription,
+    from_json,
+    to_json,
+)
 from shardkit.model.facts import transformer_facts
 from shardkit.model.live import tree_of
 from shardkit.model.sources import describe
@@ -187,6 +194,28 @@ def of_a_block(memory: RankMemory) -> float:
 
 
 @pytest.mark.slow
+def test_adapters_that_peft_puts_beside_experts_are_simulated(tmp_path):
+    """peft parametrizes the tensor of all experts in every forward: FSDP2's parameters are written, to themselves."""
+    heads = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 3}
+    file = config_file("deepseek_v3", tmp_path, **heads, **experts, **sizes, num_key_value_heads=4)
+    adapters = Adapters(8, compute="bf16")
+    request = PlanRequest(
+        adapted(describe(str(file)), adapters),
+        Config(num_processes=2, mixed_precision="bf16"),
+        2,
+        2,
+        DEVICES["h100-80"],
+        batch_size=2,
+        seq_len=32,
+        adapters=adapters,
+    )
+    (found,) = simulate(request)
+    assert found.memory.peak.total > 0
+
+
+@pytest.mark.slow
 @pytest.mark.loops
 def test_a_shortened_simulation_is_the_exact_one(tmp_path):
     adapters = Adapters(8, compute="bf16")
@@ -226,8 +255,20 @@ def test_weights_that_are_not_packed_are_told_where_they_are_most(capsys, tmp_pa
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
     file = str(config_file("mixtral", tmp_path, **SIZES["llama"], **experts, tie_word_embeddings=False))
     asked = ("--world", "2", "--device", "l4", "--lora", "8", "--load-in-4bit")
-    assert "of the weights have 4 bits: those of linear layers in blocks. Experts" in plan(capsys, file, *asked)
+    told = plan(capsys, file, *asked)
+    assert "of the weights have 4 bits: those of linear layers in blocks. Experts" in told
+    beside_experts = "Experts in one tensor get no adapters in this plan."
+    assert beside_experts in told
+    assert beside_experts not in plan(capsys, file, *asked, "--lora-targets", "q_proj,v_proj")
     assert "of the weights have 4 bits" not in plan(capsys, "gpt:layers=4,hidden=512,heads=4,vocab=100", *asked)
+
+
+def test_a_quantization_that_is_not_planned_is_said():
+    plain = describe(SPEC)
+    quantized = replace(plain, notes=(QUANTIZATION_NOT_APPLIED, PARAMETERS_IN_FP32))
+    (note,) = adapted(quantized, Adapters(8)).notes
+    assert "quantization_config is not applied: frozen weights are in the dtype" in note
+    assert adapted(quantized, Adapters(8, are_packed=True)).notes == adapted(plain, Adapters(8)).notes == ()
 
 
 def test_names_of_layers_are_read_as_people_write_them(capsys):

@@ -17,6 +17,10 @@ from shardkit.wording import first_few, near_or
 
 # The second is GPT-2's, whose weights are (inputs, outputs).
 _LINEAR = ("Linear", "Conv1D")
+_QUANTIZATION = (
+    "quantization_config is not applied: frozen weights are in the dtype in which they compute; --load-in-4bit has "
+    "them in 4 bits."
+)
 # Names that peft gives: of the layer, and of the two matrices beside it.
 _LAYER, _FIRST, _SECOND = "base_layer", "lora_A", "lora_B"
 _ALL = "all-linear"
@@ -85,9 +89,10 @@ def adapted(description: ModelDescription, adapters: Adapters) -> ModelDescripti
     names = set(chosen(tree, adapters))
     packed = set(_linear_in_blocks(tree)) if adapters.are_packed else set()
     changed = _Changed(names, packed, adapters.rank, adapters.dtype).node(tree)
-    not_so = (PARAMETERS_IN_FP32, QUANTIZATION_NOT_APPLIED)
-    notes = tuple(note for note in description.notes if note not in not_so)
-    return replace(description, tree=changed, notes=notes)
+    notes = [note for note in description.notes if note not in (PARAMETERS_IN_FP32, QUANTIZATION_NOT_APPLIED)]
+    if QUANTIZATION_NOT_APPLIED in description.notes and not adapters.are_packed:
+        notes.append(_QUANTIZATION)
+    return replace(description, tree=changed, notes=tuple(notes))
 
 
 def _check(description: ModelDescription, adapters: Adapters) -> None:

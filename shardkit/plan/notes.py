@@ -32,6 +32,12 @@ _OFFLOADED_STATE = (
     "A step is longer than estimated: copies of the optimizer's state from host memory and back are not counted."
 )
 _PACKED = "A step is longer than estimated: each product unpacks its weights from 4 bits, which is not counted."
+_EXPERTS = (
+    "Experts in one tensor get no adapters in this plan. peft trains some beside them, in models that it knows, with "
+    '"all-linear" or names such as gate_proj: several times as many parameters. Name layers of attention alone, here '
+    "by --lora-targets and in the script."
+)
+_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"})
 _POWER_SGD = "power_sgd: traffic is that of uncompressed gradients, as before power_sgd_start_step."
 
 
@@ -149,6 +155,16 @@ def notes_on(request: PlanRequest) -> Iterator[str]:
         yield _of_shared_sequences(request)
     if request.adapters and request.adapters.are_packed:
         yield from _few_packed(request)
+    if request.adapters and _may_train_experts(request, request.adapters.targets):
+        yield _EXPERTS
+
+
+def _may_train_experts(request: PlanRequest, targets: tuple[str, ...]) -> bool:
+    """Whether peft may train adapters beside the experts of a tensor, which it takes for layers of these names."""
+    names = {name.rpartition(".")[2] for name in targets}
+    in_blocks = [p for node in inside_blocks(request.description.tree) for p in node.parameters]
+    stacked = sum(p.weights for p in in_blocks if len(p.shape) == 3)
+    return stacked > _REMARKABLE * request.description.numel and not (names and names.isdisjoint(_OF_EXPERTS))
 
 
 def _few_packed(request: PlanRequest) -> Iterator[str]:

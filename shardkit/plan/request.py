@@ -172,8 +172,8 @@ def build(
     """The request for the configuration's ranks, with defaults for what the script does. Reads the model, which may
     take seconds; with adapters, these alone are trained.
 
-    `per_machine`: by default `_ranks_per_machine`'s. `full_machine`: `usual_per_machine`'s. `network`: Gb/s of one machine's adapters together; by default the
-    device's. `file`: the configuration file, where it names the model.
+    `per_machine`: by default `_ranks_per_machine`'s. `full_machine`: `usual_per_machine`'s. `network`: Gb/s of one
+    machine's adapters together; by default the device's. `file`: the configuration file, where it names the model.
 
     Raises the errors of `describe`, and UsageError where the model cannot have the adapters.
     """
