@@ -1316,14 +1316,28 @@ def test_a_peak_that_is_a_lower_bound_has_changes_too():
     assert re.search(r"3 NO_SHARD needs at least [\d,.]+ GiB\. Changes that lower it", text)
 
 
+@pytest.mark.parametrize(("part", "text"), [({"recompute": "operators"}, "blocks"), ({"recompute_every": 4}, "1")])
+def test_to_recompute_everything_is_a_change_where_a_part_is_recomputed(part, text):
+    request = recomputing(make_request("gpt:layers=32,hidden=4096,heads=32", batch_size=32))
+    (name,) = part
+    found = changes(request.with_config(request.config.changed(shardkit=part)))
+    (change,) = [one for one in found if one.text == f"shardkit.{name}: {text} (more compute)"]
+    assert change.peak_bytes == row(request).memory.peak.total
+    assert not any(one.text.startswith("shardkit.recompute") for one in changes(request))
+
+
 def test_estimates_of_one_division_divide_once():
     request = make_request("gpt:layers=32,hidden=4096,heads=32", batch_size=8)
+
+    def divided() -> list[object]:
+        return [key for key in request.description.tree.computed if isinstance(key, tuple) and key[0] == "layout"]
+
     first, *others = (row(replace(request, batch_size=size)).estimate for size in (1, 2, 4))
     assert {first.units} == {each.units for each in others}
-    assert len(request.description.tree.computed) == 1
+    assert len(divided()) == 1
     row(replace(request, world_size=16))
     row(request.with_config(request.config.changed(fsdp={"min_num_params": 7})))
-    assert len(request.description.tree.computed) == 3
+    assert len(divided()) == 3
 
 
 def test_more_tokens_than_positions_are_refused_and_more_than_configured_are_said():

@@ -2,13 +2,15 @@
 (`model/live.py`), from a child process that built one on the meta device (`model/sources.py`), or from a formula
 (`model/gpt.py`); all are divided into units by the same code (`model/cut.py`)."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from shardkit.digits import number_in
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,16 @@ class ModuleNode:
         """As `numel`, with what packed parameters hold."""
         return sum(parameter.weights for _, parameter in self.owned())
 
+    def once(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """The result of `compute`, which follows from this tree and the key alone; kept as long as the tree is."""
+        if key not in self.computed:
+            self.computed[key] = compute()
+        result: T = self.computed[key]
+        return result
+
     @cached_property
     def computed(self) -> dict[Hashable, Any]:
-        """Results that follow from this tree and their key alone, kept as long as the tree is."""
+        """What `once` has computed, by its key."""
         return {}
 
     @property

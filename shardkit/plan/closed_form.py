@@ -109,7 +109,8 @@ def known_activations(
         return None
     is_autocast = config.mode != "fsdp" and dtypes(config).param in ("bf16", "fp16")
     size, shared_by = itemsize(compute_dtype(tree, config)), config.shardkit.mesh.context_size
-    trained = Trained(adapters.between_matrices(tree) // facts.layers, _trains_norms(tree))
+    between = tree.once("between matrices", lambda: adapters.between_matrices(tree))
+    trained = Trained(between // facts.layers, tree.once("trains norms", lambda: _trains_norms(tree)))
     return activations.of_transformer(facts, batch_size, tokens, size, loss, is_autocast, shared_by, trained)
 
 

@@ -282,7 +282,7 @@ def _changes(answer: Answer) -> str:
     lines.append(f"{'effect':>12}  fits  change")
     for change in answer.changes:
         saved = change.saved_bytes / scale
-        effect = f"-{saved:,.1f} {unit}" if saved >= 0.05 else f"<0.1 {unit}"
+        effect = f"-{saved:,.1f} {unit}" if saved >= 0.05 else f"<0.1 {unit}" if saved else "not known"
         columns = f"{effect:>12}  {yes_no(change.fits):<4}  "
         for text in change.text.split(" and "):
             lines += wrap(text, 80, initial_indent=columns, subsequent_indent=" " * 20, break_on_hyphens=False)

@@ -95,7 +95,9 @@ def step_time(
     config, traffic = estimated.config, estimated.traffic
     compute = compute_dtype(tree, config)
     peak = device.flops.get(compute)
-    if facts is None or not batch_size or not seq_len or not peak or why_unknown(tree, facts):
+    if facts is None or not batch_size or not seq_len or not peak:
+        return None
+    if tree.once(("why unknown", facts), lambda: why_unknown(tree, facts)):
         return None
     if (traffic.inside_bytes and not device.link_bytes_per_s) or (
         traffic.between_bytes and not device.network_bytes_per_s
@@ -103,7 +105,7 @@ def step_time(
         return None
     section = config.shardkit
     tokens = batch_size * seq_len // section.mesh.context_size * section.gradient_accumulation_steps
-    work = work_per_token(tree, facts, seq_len)
+    work = tree.once(("work", facts, seq_len), lambda: work_per_token(tree, facts, seq_len))
     recomputes = config.fsdp.activation_checkpointing
     flops = tokens * (work.useful + recomputed_part(config) * work.forward) + estimated.step_flops
     efficiency = device.efficiency(compute, recomputes)

@@ -95,14 +95,16 @@ def changes(request: PlanRequest) -> tuple[Change, ...]:
 
 def _lower(request: PlanRequest, candidates: Iterable[_Candidate]) -> Iterator[tuple[PlanRequest, Change]]:
     """The candidates that lower the request's peak, and what each does to it."""
-    peak = row(request).memory.peak.total
+    memory = row(request).memory
+    peak, is_bound = memory.peak.total, not memory.activations_known
     for text, changed in candidates:
         try:
             other = row(changed)
         except ShardkitError:
             continue
-        if other.memory.peak.total < peak and other.memory.activations_known:
-            after, host = other.memory.peak.total, other.memory.host.total
+        after, host = other.memory.peak.total, other.memory.host.total
+        is_lower = after < peak or (after == peak and is_bound)  # a bound is below the peak
+        if is_lower and other.memory.activations_known:
             yield changed, Change(text, after, peak - after, other.fits, host)
 
 
@@ -140,6 +142,12 @@ def _training_the_same(request: PlanRequest, given: PlanRequest) -> Iterator[_Ca
         text = "fsdp_activation_checkpointing: true (a third more compute)"
         yield text, request.with_config(config.changed(fsdp={"activation_checkpointing": True}))
     section = config.shardkit
+    if config.fsdp.activation_checkpointing and section.recompute == "operators":
+        text = "shardkit.recompute: blocks (more compute)"
+        yield text, request.with_config(config.changed(shardkit={"recompute": "blocks"}))
+    if config.fsdp.activation_checkpointing and section.recompute_every > 1:
+        text = "shardkit.recompute_every: 1 (more compute)"
+        yield text, request.with_config(config.changed(shardkit={"recompute_every": 1}))
     recomputes_blocks = config.fsdp.activation_checkpointing and section.recompute == "blocks"
     if recomputes_blocks and not (section.offload_activations or section.compile or request.is_on_tpu):
         text = "shardkit.offload_activations: true (slower, host memory)"

@@ -144,11 +144,10 @@ def layout(
     found, used, offloads = axes(config, world_size, ranks_per_machine), dtypes(config), offloads_state(config)
     if found.mode == "ddp" and (hook := config.shardkit.ddp.comm_hook) in ("fp16", "bf16"):
         used = replace(used, reduce=hook)
-    key = (found, used, offloads, optimizer, ema, config.fsdp.model_dump_json())
-    if key not in tree.computed:
-        tree.computed[key] = _layout(as_trained(tree, used.param), config.fsdp, found, used, optimizer, ema, offloads)
-    sizes: ShardedSizes = tree.computed[key]
-    return sizes
+    key = ("layout", found, used, offloads, optimizer, ema, config.fsdp.model_dump_json())
+    return tree.once(
+        key, lambda: _layout(as_trained(tree, used.param), config.fsdp, found, used, optimizer, ema, offloads)
+    )
 
 
 def _layout(
