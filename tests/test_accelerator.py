@@ -117,6 +117,7 @@ def variation(kind: str) -> list[torch.Tensor]:
     return weights_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("N4")
 @pytest.mark.parametrize("kind", ["zero_grad first", "step outside", "stream", "adapters"])
 def test_other_ways_to_write_the_loop_equal_one_process_too(ranks, kind):

@@ -159,6 +159,7 @@ def evaluated(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [DDP, FSDP], ids=["ddp", "fsdp"])
 def test_models_that_are_not_trained(ranks, tmp_path, config):
     one, two = ranks.run(2, evaluated, config, tmp_path / "saved")

@@ -122,6 +122,7 @@ def test_the_load_of_a_single_model_waits_for_the_save_in_flight(alone, tmp_path
     accelerator.end_training()
 
 
+@pytest.mark.slow
 def test_a_script_may_change_its_folder_while_it_is_saved(alone, tmp_path, monkeypatch):
     """The project is named relative to the folder in which the script began to save."""
     for name in ("begun", "elsewhere"):
@@ -156,6 +157,7 @@ def test_nothing_is_left_on_the_optimizer(live, background, tmp_path):
     assert not [thread for thread in threading.enumerate() if thread.name == "shardkit-save"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [True, False])
 def test_the_copies_are_freed_with_the_run(ends, alone, tmp_path):
     """One process that trains many models one after the other, as a sweep does."""

@@ -50,6 +50,7 @@ def part_of(project, steps, first):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("D4")
 @pytest.mark.fault_row(20)
 def test_over_other_numbers_of_ranks_each_sample_comes_once(ranks, tmp_path):
@@ -309,6 +310,7 @@ def test_files_of_another_checkpoint_do_not_come_into_the_new_one(ranks, tmp_pat
     assert ranks.run(1, replace_a_mix, tmp_path) == [["r00002-of-00003.safetensors"]]
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(4)
 def test_a_named_checkpoint_is_replaced_as_a_whole(ranks, tmp_path):
     assert ranks.run(2, replace_one, tmp_path) == [(3, ["mine"])] * 2
@@ -382,6 +384,7 @@ def keep_some(project, limit):
     return sorted(path.name for path in root.iterdir())
 
 
+@pytest.mark.slow
 def test_retention_keeps_the_newest_the_multiples_and_the_pinned(ranks, tmp_path):
     names = ["step-00000003", "step-00000003.PIN", "step-00000004", "step-00000006", "step-00000007"]
     assert ranks.run(2, keep_some, tmp_path, 2)[0] == [".lock", "LATEST", *names]
@@ -423,6 +426,7 @@ def test_a_save_with_nan_names_the_one_before_that_the_script_has_named(ranks, t
     assert len(said) == 1 and f"resume from the last one without, {tmp_path / 'epoch_1'}; with" in said[0]
 
 
+@pytest.mark.slow
 def test_retention_keeps_the_last_checkpoint_before_weights_became_nan(ranks, tmp_path, capsys):
     names, said = ranks.run(2, diverge, tmp_path)[0]
     assert names == ["step-00000002", "step-00000006", "step-00000007"]
@@ -463,6 +467,7 @@ def resume_on_another_world(project, apart=()):
     return drawn, [line for line in lines if "are seeded from" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(21)
 @pytest.mark.parametrize("apart", [("python", "numpy", "torch"), ("torch",), ("python", "numpy"), ()], ids=str)
 def test_random_streams_are_derived_on_another_world_with_a_warning(ranks, tmp_path, apart):
@@ -574,6 +579,7 @@ def followed(folder, strategy, how):
     return [line for line in lines if "evaluation_mode" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [1, 3])
 def test_a_save_warns_once_of_a_model_for_evaluation_that_follows_in_training(ranks, tmp_path, strategy):
     told = ranks.run(2, followed, tmp_path / "follows", strategy, "follows")
@@ -618,6 +624,7 @@ def left_out(folder, what, how):
     return told, optimizer.param_groups[0]["lr"], {name: one.tolist() for name, one in weights.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["optimizer", "schedule"])
 def test_a_save_warns_once_of_an_optimizer_or_schedule_that_was_not_prepared(ranks, tmp_path, what):
     told, rate, _ = ranks.run(2, left_out, tmp_path / "left out", what, "")[0]

@@ -92,6 +92,7 @@ def test_each_rank_gets_its_own_back(ranks, tmp_path, kind, blocking):
     assert manifest.read(path).version == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_on_other_ranks_all_get_rank_0s_with_a_warning(ranks, alone, tmp_path, world, caplog):
     ranks.run(3, save_meters, tmp_path, KINDS[0])

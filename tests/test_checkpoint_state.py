@@ -207,6 +207,7 @@ def average_again(folder, saves, kind="fsdp"):
     return all(torch.equal(average.value["average"][name].lerp_(one, 0.5), one) for name, one in weights.items())
 
 
+@pytest.mark.slow
 def test_an_average_of_sharded_weights_that_is_not_made_yet_is_sharded(ranks, tmp_path):
     for size, saves in ((2, True), (2, False), (3, False)):
         assert ranks.run(size, average_again, tmp_path / "c", saves) == [True] * size

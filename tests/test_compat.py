@@ -100,6 +100,7 @@ def test_a_policy_with_its_block_classes_or_its_size_is_read_whole(clean_states)
         assert found.min_num_params == size.get("min_num_params", 2000)
 
 
+@pytest.mark.slow
 def test_the_policy_of_peft_means_the_blocks_that_prepare_finds(clean_states):
     other = pytest.importorskip("peft.utils.other")
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))

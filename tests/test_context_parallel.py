@@ -157,6 +157,7 @@ def resumed(folder, saves, given):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context_after", [1, 2])
 def test_a_checkpoint_goes_on_with_another_number_of_ranks_for_each_sequence(ranks, tmp_path, context_after):
     folder = str(tmp_path / "state")
@@ -355,6 +356,7 @@ def with_a_teacher(is_prepared):
     return [line for line in lines if "outside of a prepared model's forward" in line]
 
 
+@pytest.mark.slow
 def test_a_model_in_the_region_that_was_not_prepared_is_told(ranks):
     assert [len(lines) for lines in ranks.run(2, with_a_teacher, False)] == [1, 0]
     assert ranks.run(2, with_a_teacher, True) == [[], []]
@@ -456,6 +458,7 @@ def with_a_forward_between(recomputes, is_between):
     return [parameter.grad.norm().item() for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_backward_recomputes_each_checkpoint_as_its_forward_was(ranks, use_reentrant):
     expected = ranks.run(2, with_a_forward_between, None, False)[0]
@@ -463,6 +466,7 @@ def test_a_backward_recomputes_each_checkpoint_as_its_forward_was(ranks, use_ree
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole_model", [False, True])
 def test_a_backward_recomputes_in_the_region_also_after_it(ranks, whole_model):
     inside, after = (ranks.run(2, by_hand, after, whole_model)[0] for after in (False, True))
@@ -636,6 +640,7 @@ def losses_of_family(name, padded, given):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "padded"),
     [("llama", ""), ("llama", "right"), ("llama", "left"), ("mistral", ""), ("gpt2", ""), ("bert", "right")],

@@ -83,6 +83,7 @@ def test_the_weights_are_those_that_deepspeed_gives(kind):
     assert found["seen"] == 3 and found["scale"].shape == (6,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["zero0", "zero2", "zero3"])
 def test_training_goes_on_as_deepspeed_does(kind, tmp_path, ranks):
     made = converted(kind, tmp_path)

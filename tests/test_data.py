@@ -443,6 +443,7 @@ def test_naming_another_epoch_than_the_restored_one_warns_once(capsys):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Numbers, FlowWithState])
 def test_batches_that_no_step_has_used_come_again(kind):
     whole, _ = run(1, dataset=kind(40), epochs=2)

@@ -482,6 +482,7 @@ def test_attributes_of_a_loader_of_the_scripts_are_set_on_it():
     assert list(loader) == [[10, 11, 12, 13]] and loader.told == 3
 
 
+@pytest.mark.slow
 def test_the_iteration_of_accelerates_loaders_is_the_epoch():
     first, other = prepared(shuffle=True), prepared(shuffle=True)
     first.set_epoch(3)

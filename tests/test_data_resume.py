@@ -59,6 +59,7 @@ def train(folder, steps, way="load"):
     return given
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(20)
 @pytest.mark.requirement("A5")
 def test_a_run_over_2_1_and_3_ranks_reads_what_one_uninterrupted_run_reads(ranks, tmp_path):
@@ -71,6 +72,7 @@ def test_a_run_over_2_1_and_3_ranks_reads_what_one_uninterrupted_run_reads(ranks
     assert parts == whole
 
 
+@pytest.mark.slow
 def test_skipping_by_hand_does_not_skip_twice_and_the_position_can_be_left_out(ranks, tmp_path):
     folder = str(tmp_path)
     whole = ranks.run(2, train, str(tmp_path / "whole"), 8, "fresh")[0]
@@ -342,6 +344,7 @@ def in_turn(folder, is_resumed):
     return batch.flatten().tolist()
 
 
+@pytest.mark.slow
 def test_a_datasets_state_keeps_the_order_of_its_dicts(tmp_path):
     assert in_turn(tmp_path / "c", is_resumed=False) == [1, 101, 201]
     assert in_turn(tmp_path / "c", is_resumed=True) == [2, 102, 202]
@@ -444,6 +447,7 @@ def resumed_side_by_side(folder, pairs):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pairs", [zipped, zipped_the_other_way, beside_an_iterator])
 def test_loaders_side_by_side_begin_the_next_epoch_together_after_a_resume(ranks, tmp_path, pairs):
     (found,) = ranks.run(1, resumed_side_by_side, tmp_path, pairs)
@@ -469,6 +473,7 @@ def test_loaders_side_by_side_that_are_saved_again_after_a_load(ranks, tmp_path,
     assert set(found.values()) == {True}, found
 
 
+@pytest.mark.slow
 def test_loaders_side_by_side_on_another_number_of_ranks(ranks, tmp_path):
     for is_inside in (True, False):
         place = tmp_path / str(is_inside)
@@ -531,6 +536,7 @@ def own_shuffle(rank, world, by_epoch=False, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2, "persistent_workers": True}])
 def test_a_stream_that_begins_otherwise_than_when_the_position_was_saved_is_told(capsys, monkeypatch, options):
     """In the second epoch a new generator is at the beginning of its first."""

@@ -123,6 +123,7 @@ def train(folder, make, steps, resume):
     return problem, given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Part, PartWithState, *HUGGING_FACE])
 def test_another_number_of_ranks_is_refused_on_all_of_them_before_anything_changes(ranks, tmp_path, make):
     folder = str(tmp_path)

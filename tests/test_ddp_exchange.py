@@ -77,6 +77,7 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> 
         optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_power_sgd_starts_anew_after_a_load_and_says_so(ranks, tmp_path):
     first, second = ranks.run(2, power_sgd_after_a_load, str(tmp_path / "saved"))
     assert largest_difference(first["goes on"], first["new"]) == 0, "nothing is left of the weights before the load"

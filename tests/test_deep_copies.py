@@ -121,6 +121,7 @@ def copied(settings: dict[str, Any] | None) -> list[torch.Tensor]:
     return [one.detach().float() for one in [*found, *copy.deepcopy(model).state_dict().values()]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "tolerance"),
     [

@@ -65,6 +65,7 @@ def losses(folder: Path | None, default: str | None, strategy: int) -> list[floa
         torch.set_default_device(None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_run_is_the_same_with_any_default_device(ranks, tmp_path, strategy):
     plain = ranks.run(2, losses, None, None, strategy)

@@ -75,6 +75,7 @@ def save_and_leave(root):
     background.last_words()
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(7)
 def test_what_was_begun_is_committed_before_the_end(tmp_path):
     outcomes = forked.run(2, save_and_leave, tmp_path)
@@ -176,6 +177,7 @@ def retention_first():
     write.commit = commit_after_retention
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(41)
 def test_without_an_agreement_a_row_goes_red(tmp_path):
     outcomes = forked.run(2, without, no_agreement, save_twice, tmp_path, "sharded", "write:1:raise=ENOSPC")

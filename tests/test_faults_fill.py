@@ -103,6 +103,7 @@ def newest_of_one(root):
     return bool(unfinished.parts)
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(42)
 def test_where_there_is_none_before_it_says_incomplete(saved, tmp_path):
     shutil.copytree(saved / "step-00000003", tmp_path / "step-00000003")
@@ -159,6 +160,7 @@ def freed_after_a_failure(project):
     return model.weight.shape[0]
 
 
+@pytest.mark.slow
 def test_what_is_prepared_anew_is_not_incomplete(tmp_path):
     (outcome,) = forked.run(1, freed_after_a_failure, tmp_path)
     assert (outcome.value, outcome.error) == (2, None)
@@ -317,6 +319,7 @@ def columns_in_small_blocks(folder, block):
         disk.BLOCK_BYTES, filling.RUN_BYTES = found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [100, 1000, 5000])
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_columns_are_read_in_bounded_blocks(ranks, tmp_path, kind, block):

@@ -128,6 +128,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(10)
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_any_damaged_file_is_found_and_named(saved, kind):
@@ -478,6 +479,7 @@ def test_a_second_run_in_one_folder_is_refused_by_name(tmp_path, caplog):
     assert caplog.text == ""
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(35)
 def test_a_run_whose_folder_was_deleted_does_not_save_into_that_of_another(tmp_path):
     project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
@@ -515,6 +517,7 @@ def load_killed(root, fault):
     return "loaded", False
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(26)
 @pytest.mark.parametrize(
     ("fault", "text"),
@@ -539,6 +542,7 @@ def a_run_in(folder, resume):
     return accelerator
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(35)
 @pytest.mark.parametrize("resume", ["never", "auto"])
 @pytest.mark.parametrize("is_in_store", [False, True])
@@ -563,6 +567,7 @@ def test_what_another_run_has_saved_since_this_one_began_is_not_replaced(tmp_pat
     again.end_training()
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(35)
 @pytest.mark.parametrize("resume", ["never", "auto"])
 def test_a_run_that_begins_where_another_saves_is_told_before_it_trains(tmp_path, resume, capsys):

@@ -41,6 +41,7 @@ def save_twice(root, mode, fault, keep_last=2):
     return "saved"
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(1)
 @pytest.mark.fault_row(5)
 @pytest.mark.fault_row(6)

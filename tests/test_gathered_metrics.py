@@ -302,6 +302,7 @@ def batches_inside_join_uneven_inputs(samples, even_batches):
     return inside[-1], lists(loader)[-1], lines
 
 
+@pytest.mark.slow
 def test_join_uneven_inputs_pads_as_it_is_told_and_the_last_sample_with_a_warning(ranks):
     shares = [(inside, after) for inside, after, _ in ranks.run(2, batches_inside_join_uneven_inputs, 7, False)]
     assert shares == [([4, 5], [4, 5]), ([6], [6, 0])]

@@ -113,6 +113,7 @@ def test_the_model_has_as_many_layers_as_the_device_has_room_for(gib, layers, ba
     assert gpu.fitted(options, {"strategy": 2, "batch": 16})["batch"] == max(1, 16 * min(40, gib or 40) // 40)
 
 
+@pytest.mark.slow
 def test_on_a_device_without_bf16_all_compute_in_fp32():
     """shardkit trains in fp32 there, with a warning that nobody saw, and the loop by hand in bf16 that is emulated."""
     for contestant in ("shardkit", "by hand"):

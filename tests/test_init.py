@@ -167,6 +167,7 @@ def all_reset(strategy: int, weights: Path | None = None) -> dict[str, Any]:
     return values(unwrapped(parallel(model, config_for(dist.get_world_size(), strategy), weights)))
 
 
+@pytest.mark.slow
 def test_a_module_that_resets_those_of_other_units_is_equal_for_any_world_and_strategy(ranks):
     expected = ranks.run(1, all_reset, 1)[0]
     weights = torch.tensor(expected["blocks.0.up.weight"])
@@ -338,6 +339,7 @@ def compiled(folder: Path, is_empty: bool) -> dict[str, Any]:
     return {modules.clean_name(fqn): value for fqn, value in values(whole).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_empty", [True, False])
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
 def test_a_compiled_model_gets_the_weights_of_the_model(ranks, tmp_path, is_empty, prefix):

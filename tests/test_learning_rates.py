@@ -40,6 +40,7 @@ def _train(accelerator: Accelerator, how: str) -> None:
     accelerator.end_training()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_schedule_by_each_ranks_own_metric_is_noticed_once(ranks, strategy):
     of_rank_0, of_rank_1 = ranks.run(2, said_of_rates, strategy, "by its own metric")
@@ -82,6 +83,7 @@ def said_of_batches(strategy: int, how: str) -> list[str]:
     return [line for line in lines if line.startswith("data: ")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["left", pytest.param("leaves out", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_at_another_batch_is_told_once(ranks, strategy, how):
@@ -93,6 +95,7 @@ def test_a_rank_at_another_batch_is_told_once(ranks, strategy, how):
     assert of_rank_1 == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["left by all", pytest.param("alike", marks=pytest.mark.slow)])
 def test_nothing_is_said_of_equal_batches(ranks, how):
     assert ranks.run(2, said_of_batches, 1, how) == [[], []]

@@ -145,6 +145,7 @@ def test_3_help_leaves_the_pointer_where_it_is(folder):
     assert saved(folder)["use_cpu"] is True, "the second place was chosen, not the default"
 
 
+@pytest.mark.slow
 def test_3_help_at_a_typed_answer_goes_on_with_it(folder):
     assert talk(ENTER * 2 + "?" + " " + "4" + ENTER * 6) == 0
     assert saved(folder)["num_processes"] == 4

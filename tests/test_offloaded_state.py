@@ -93,6 +93,7 @@ def trained(mode: str, kind: str) -> tuple[bool, bool, bool]:
         return run.result() == plain.result(), stays, run.hooks == ["before", "after"] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_are_those_of_state_on_the_device(ranks, mode: str) -> None:
     expected = dict.fromkeys(KINDS, (True, True, True))
@@ -152,6 +153,7 @@ def resumed(mode: str, folder: Path) -> bool:
         return fills and all(run.result() == expected for run in (first, *others))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_checkpoint_goes_between_runs_with_and_without(ranks, tmp_path: Path, mode: str) -> None:
     assert ranks.run(2, resumed, mode, tmp_path / "saved") == [True, True]

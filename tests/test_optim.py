@@ -224,6 +224,7 @@ def hooked(name: str, is_sharded: bool) -> tuple[list[float], int]:
         division.WHOLE_BYTES = found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "AdamW" else [pytest.mark.slow]) for name in HOOKED]
 )

@@ -230,6 +230,7 @@ def shared_between_units(wrap: str) -> float:
     return max((found[fqn] - expected[fqn]).abs().max().item() for fqn in expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["Block", "Block,Embedding,Linear,LayerNorm"])
 def test_shared_parameters_and_modules_train_as_in_one_process(ranks, wrap):
     assert max(ranks.run(2, shared_between_units, wrap)) < 1e-6
@@ -557,6 +558,7 @@ def odd_shapes(config: Config, accumulate: bool) -> float:
     return max((found[fqn] - expected[fqn]).abs().max().item() for fqn in expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [1, 5])
 def test_a_parameter_without_a_dimension_and_rows_fewer_than_ranks(ranks, strategy):
     config = config_for(4, strategy, num_machines=2, fsdp_transformer_layer_cls_to_wrap="Sequential")

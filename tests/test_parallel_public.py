@@ -153,6 +153,7 @@ def built(path: Path) -> list[float]:
     return losses_of(accelerator, *accelerator.prepare(model, optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("A7")
 @pytest.mark.parametrize("strategy", [1, 3])
 def test_reading_slices_is_as_good_as_rank_0s_weights(ranks, tmp_path, strategy):

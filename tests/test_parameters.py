@@ -668,6 +668,7 @@ def loaded_from_rank_0(strategy: int) -> tuple[bool, str]:
     return same, refusal(lambda: torch.load(io.BytesIO(of_rank_0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world"), [(1, 2), (4, 4)])
 def test_a_rank_loads_its_own_parts_and_refuses_those_of_another(ranks, strategy, world):
     words = "torch.load: the file has parts of sharded tensors that rank 0 wrote (got it on rank {}), and this rank has"

@@ -56,6 +56,7 @@ def test_3_more_processes_than_devices_is_an_error(tmp_path, monkeypatch):
     assert "1 error. Nothing was started." in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", ["0", "-5", "two"])
 def test_6_impossible_numbers_are_refused_in_words(tmp_path, count):
     (tmp_path / "train.py").touch()

@@ -64,6 +64,7 @@ def parameters_of(tree: Any) -> dict[str, tuple[Any, ...]]:
     return {name: (p.shape, p.dtype, p.trainable) for name, p in tree.owned()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "targets"),
     [
@@ -296,6 +297,7 @@ def test_frozen_weights_have_the_dtype_in_which_they_compute(capsys, tmp_path):
     assert "Frozen weights are in fp32" not in told
 
 
+@pytest.mark.slow
 def test_adapters_are_among_what_would_lower_the_peak_but_in_no_combination():
     asked = PlanRequest(
         describe("gpt:layers=32,hidden=4096,heads=32"),
@@ -354,6 +356,7 @@ def without_blocks() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -284,6 +284,7 @@ def test_each_change_has_the_effect_that_is_said_when_it_is_typed(capsys, file):
         assert after["fits"] is change["fits"], change["text"]
 
 
+@pytest.mark.slow
 def test_shorter_sequences_are_a_change_where_the_models_longest_were_taken():
     request = make_request("gpt:layers=8,hidden=2048,heads=16,seq=32768")
     (change,) = [change for change in changes(request) if change.text.startswith("--seq-len 8192 ")]
@@ -303,6 +304,7 @@ def recomputing(request: PlanRequest) -> PlanRequest:
     return request.with_config(request.config.changed(fsdp={"activation_checkpointing": True}))
 
 
+@pytest.mark.slow
 def test_the_fewest_ranks_that_have_to_share_a_sequence_are_a_change():
     request = recomputing(make_request(LONG, device="a100-40"))
     (change,) = [change for change in changes(request) if "context_size" in change.text]
@@ -313,6 +315,7 @@ def test_the_fewest_ranks_that_have_to_share_a_sequence_are_a_change():
     assert "forward and loss run inside of accelerator.context_parallel. A step then has fewer sequences;" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "changed"),
     [
@@ -498,6 +501,7 @@ def test_nothing_fits_is_said():
     assert found.text == "Strategy: 1 FULL_SHARD (least memory; no strategy fits)."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "strategy", "recomputes", "advice"),
     [
@@ -1107,6 +1111,7 @@ def test_a_device_without_bf16_says_what_a_run_does(capsys):
     assert without_a_file == in_fp16
 
 
+@pytest.mark.slow
 def test_a_device_without_8_bits_is_no_faster_by_them_and_says_so(capsys):
     def planned(device: str, precision: str) -> dict:
         arguments = ("--model", SMALL, "--world", "2", "--batch-size", "1", "--json", "--device", device)
@@ -1515,6 +1520,7 @@ def test_the_command_beside_a_measurement_plans_the_run(tmp_path, monkeypatch):
     assert said.endswith(": shardkit plan --config other.yaml --model MODULE:FUNCTION --world 4 --measured .")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "half"), [("v100-32", "fp16"), ("a100-80", "bf16")])
 def test_the_16_bit_dtype_that_is_offered_is_one_of_the_device(device, half, capsys):
     model = "gpt:layers=24,hidden=4096,heads=16"

@@ -384,6 +384,7 @@ def gradient_penalty(strategy: int, is_in_loss: bool) -> list[float]:
     return run.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [1, 3])
 def test_gradients_of_inputs_need_no_loss_scale(ranks, strategy):
     for is_in_loss in (True, False):
@@ -443,6 +444,7 @@ def trained_by_two(strategy: int, is_alternating: bool) -> list[float]:
     return [value for value in run.seen if math.isfinite(value)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_alternating", [False, True])
 @pytest.mark.parametrize("strategy", [1, 3])
 def test_two_optimizers_that_share_some_parameters_unscale_those_once(ranks, strategy, is_alternating):

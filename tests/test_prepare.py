@@ -179,6 +179,7 @@ def each_by_its_own_blocks(together: bool) -> tuple[list[list[str]], dict[str, i
     return units, calls, weights, refused
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("N4")
 @pytest.mark.parametrize("together", [True, False])
 def test_each_of_several_models_is_cut_and_recomputed_by_its_own_blocks(ranks, together):
@@ -318,6 +319,7 @@ def prepared_by_one_after_the_other(config: dict, batch_size: int) -> list[torch
     return weights_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", BOTH)
 def test_a_prepared_model_is_prepared_by_another_accelerator(ranks, alone, config):
     expected = prepared_by_one_after_the_other({"use_cpu": True}, 8)
@@ -376,6 +378,7 @@ def weights_loaded_later(config: dict, path: str) -> list[list[torch.Tensor]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", BOTH)
 def test_a_model_that_is_prepared_already_gets_the_weights_of_a_later_call(ranks, tmp_path, config):
     torch.manual_seed(11)
@@ -453,6 +456,7 @@ def test_a_loader_made_in_each_round_is_dropped_with_its_data_and_has_an_order_o
     assert accelerator.resume(data_position=False) and kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [1, 9])
 def test_a_loader_made_in_an_evaluation_is_not_missed_where_the_run_is_resumed(alone, tmp_path, most):
     project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)

@@ -118,6 +118,7 @@ def test_alone_with_sharding_there_is_a_group_of_one_until_the_end():
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_an_accelerator_leaves_the_group_to_another_that_goes_on(alone):
     first, second = Accelerator(config=ALONE), Accelerator(config=ALONE)
     second.end_training()

@@ -48,7 +48,7 @@ def folder(tmp_path, monkeypatch, ranks):
 
 
 PAGES = [
-    pytest.param(name, marks=pytest.mark.slow if name.endswith("how-to/plan.md") else ())
+    pytest.param(name, marks=pytest.mark.slow if name.endswith(("how-to/plan.md", "how-to/lora.md")) else ())
     for name in NAMES
     if commands(name)
 ]

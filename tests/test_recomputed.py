@@ -113,6 +113,7 @@ def with_changed_buffers(strategy: int, recompute: str | None, prefetches: bool 
     return [*(whole(p.grad) for p in model.parameters()), *model.buffers()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "prefetches"), [(1, False), (1, True), pytest.param(2, False, marks=pytest.mark.slow)]
 )

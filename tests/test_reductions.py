@@ -139,6 +139,7 @@ def of_one_row_on_ranks() -> dict[str, Any]:
     return extremes_of_one_row(RanksRun(accelerator=accelerator))
 
 
+@pytest.mark.slow
 def test_extremes_of_a_tensor_of_which_a_rank_has_no_part(ranks):
     """That rank alone would raise, and the others would wait."""
     expected = extremes_of_one_row(Run())

@@ -41,6 +41,7 @@ def parted(folder, strategy, changed):
     return [line for line in lines if "weights differ" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["sharded", "full", "async"])
 def test_weights_that_rank_1_changed_alone_are_saved_as_rank_0_has_them(ranks, tmp_path, strategy):
     told = ranks.run(2, parted, tmp_path, strategy, ["0.weight", "1.bias", "2.weight"])
@@ -145,5 +146,6 @@ def loads(saved, export):
     return all(torch.equal(held.full_tensor(), exported[name]) for name, held in model.named_parameters())
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_equal_replicas(ranks, tmp_path):
     assert ranks.run(4, parted_replicas, tmp_path, "SHARDED_STATE_DICT", [], True) == [[], [], [], []]

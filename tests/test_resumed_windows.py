@@ -114,13 +114,17 @@ def resumed(strategy, loop, folder):
     return script.accelerator.counters.step, script.run()
 
 
+LOOPS = [*product(STRATEGIES, ["accumulate", "by hand", "zip"]), ("DDP", "look"), ("DDP", "uneven zip")]
+QUICK = [("FULL_SHARD", "accumulate"), ("DDP", "zip")]
+
+
 @pytest.mark.parametrize(("save_at", "moment"), [
     (1, "after backward"), (2, "before forward"), (3, "before forward"),
     (4, "before forward"), (5, "after backward"), (8, "before forward"), (8, "after the loop"), (14, "after backward"),
 ])  # fmt: skip
-@pytest.mark.parametrize(("strategy", "loop"), [
-    *product(STRATEGIES, ["accumulate", "by hand", "zip"]), ("DDP", "look"), ("DDP", "uneven zip"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "loop"), [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in LOOPS]
+)
 def test_equals_a_run_that_was_not_interrupted(ranks, tmp_path, strategy, loop, save_at, moment):
     expected = ranks.run(2, uninterrupted, strategy, loop, tmp_path)
     ranks.run(2, cut, strategy, loop, tmp_path / "saved", save_at, moment)

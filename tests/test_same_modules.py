@@ -264,6 +264,7 @@ def with_a_branch_that_no_rank_uses(strategy: int, window: int) -> dict[str, Any
     return {name: tensor.tolist() for name, tensor in accelerator.get_state_dict(model).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize(("strategy", "world"), [(1, 2), (2, 2), pytest.param(4, 4, marks=pytest.mark.slow)])
 def test_what_no_rank_uses_has_no_gradient(ranks, strategy, world, window):

@@ -89,5 +89,6 @@ def test_accumulated_steps_are_counted(ranks):
     assert "count by its len, divided by gradient_accumulation_steps, or" in said
 
 
+@pytest.mark.slow
 def test_one_process_is_told_nothing():
     assert said_of_schedule("OneCycleLR") == said_of_schedule("OneCycleLR", "4 epochs", size=4) == []

@@ -92,6 +92,7 @@ def saved_and_loaded(config: dict[str, Any], pops: bool, folder: Path, blocking:
     return {"calls": script.calls + again.calls}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "config", "pops", "blocking"),
     [
@@ -135,6 +136,7 @@ def loaded_on_others(folder: Path) -> list[torch.Tensor]:
     return weights_of(script.model)
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_loads_it(ranks, tmp_path):
     ranks.run(2, saved_and_loaded, DDP, True, tmp_path, True)
     (one,) = ranks.run(1, loaded_on_others, tmp_path)

@@ -97,6 +97,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_boundary(ranks, tmp_path):
     assert all("after step 0" in message for message in ranks.run(2, told_to_stop_in_evaluation, str(path)))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_that_prepares_a_larger_model_later_is_not_told_that_nothing_was_resumed(alone, tmp_path, caplog):
     project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
     settings = {"use_cpu": True, "shardkit": {"checkpoint": {"resume": "auto"}}}
@@ -153,6 +154,7 @@ def test_a_loop_without_step_boundaries_is_told_that_no_signal_stops_it(
     assert capsys.readouterr().err.count("stop signals: this loop cannot save and stop at one") == is_told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved_at", "is_told"), [(2, True), (3, False), (0, False)])
 def test_a_run_that_ends_after_its_newest_checkpoint_says_so(tmp_path, capsys, saved_at, is_told):
     project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
@@ -170,6 +172,7 @@ def test_a_run_that_ends_after_its_newest_checkpoint_says_so(tmp_path, capsys, s
     assert told == is_told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_resumed_run_that_saves_nothing_new_says_so(tmp_path, capsys, steps):
     for until in (1, steps):
@@ -190,6 +193,7 @@ def test_a_resumed_run_that_saves_nothing_new_says_so(tmp_path, capsys, steps):
     assert told == (steps == 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "resume", "is_told"), [("1", "never", True), ("0", "never", False), ("1", "auto", False)]
 )

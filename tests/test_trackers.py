@@ -178,6 +178,7 @@ def trained(folder: Path, steps: int, resumes: bool, log_with: str = "csv") -> N
     accelerator.end_training()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_appends_and_logs_no_step_twice(tmp_path, alone):
     trained(tmp_path, 4, resumes=False)
     path = tmp_path / "run" / "metrics.jsonl"

@@ -98,6 +98,7 @@ def on_ranks() -> dict[str, Any]:
     return results(accelerator.prepare(model()).weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_operators_that_dtensor_lacks_are_those_of_whole_tensors(ranks, world):
     with torch.no_grad():
@@ -137,6 +138,7 @@ def gradients_on_ranks() -> list[list[float]]:
     return gradients(Accelerator(config={"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": fsdp}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_shapes_that_dtensor_refuses_are_those_of_whole_tensors(ranks, world):
     expected = gradients()

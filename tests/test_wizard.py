@@ -611,6 +611,7 @@ def test_several_machines_are_told_how_to_start(folder, capsys):
     assert "Run it on machine 1: shardkit launch --machine-rank 1 SCRIPT.py\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_starting_over_keeps_the_old_file_beside_it(folder):
     (folder / "shardkit.yaml").write_text(OURS)
     assert talk("2" + ENTER + ENTER * 7) == 0
@@ -723,6 +724,7 @@ def test_the_printed_command_gives_the_same_file(folder, capsys, model):
 # --- nobody to ask ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--no-input"], ["--plain"]])
 def test_without_a_terminal_it_never_asks_and_names_the_flags(folder, arguments):
     done = subprocess.run(
