@@ -16,7 +16,7 @@ PLAN_WITHOUT_TORCH = [
     for name in (
         *("activations", "answer", "averages", "closed_form", "context", "devices", "notes", "optimizers"),
         *("rank_memory", "request", "roofline", "search", "suggest", "tpu", "traffic", "unit_sizes"),
-        *("whole_run", "whole_steps"),
+        *("whole_run", "whole_steps", "failures"),
     )
 ]
 
