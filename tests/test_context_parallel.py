@@ -132,7 +132,9 @@ RUNS += [
 ]
 
 
-@pytest.mark.parametrize(("world", "given"), RUNS)
+@pytest.mark.parametrize(
+    ("world", "given"), [pytest.param(*each, marks=pytest.mark.slow if each[0] == 4 else ()) for each in RUNS]
+)
 def test_training_equals_one_process(ranks, alone, world, given):
     steps = given["shardkit"].get("gradient_accumulation_steps", 1)
     losses, predicted, weights, counters = in_one_process(gradient_accumulation_steps=steps)

@@ -418,6 +418,7 @@ def test_a_dataset_that_raises_stop_iteration_does_not_end_the_epoch_of_its_rank
     assert flat(given) == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
+@pytest.mark.slow
 def test_an_epoch_named_by_hand(loader, epochs):
     for epoch in (2, 0, 0, 3):
         loader.set_epoch(epoch)

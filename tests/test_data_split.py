@@ -342,6 +342,7 @@ def test_hugging_face_streams_that_are_shuffled_without_a_seed_are_refused(ranks
         part_read(shuffled_otherwise, 0, 1, state)
 
 
+@pytest.mark.slow
 @needs_datasets
 def test_a_hugging_face_stream_that_an_earlier_run_left_begins_anew_in_every_epoch():
     from datasets import IterableDataset

@@ -177,6 +177,7 @@ def test_a_module_that_resets_those_of_other_units_is_equal_for_any_world_and_st
             assert found == expected
 
 
+@pytest.mark.slow
 def test_a_module_that_resets_those_of_other_units_leaves_loaded_weights(ranks, tmp_path):
     saved(tmp_path, tied=False, split=False)
     expected = load_file(tmp_path / "model.safetensors")
