@@ -313,6 +313,7 @@ def save_in_the_loop(project):
     return left
 
 
+@pytest.mark.slow
 def test_saves_inside_and_after_a_loop_resume_where_they_were_made(ranks, tmp_path):
     assert ranks.run(2, save_in_the_loop, tmp_path) == [[3, 2, 1, 0, 4]] * 2
 
@@ -343,6 +344,7 @@ def saved_in_an_evaluation(project, mode):
     return [whole(tensor).tolist() for tensor in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_state_may_be_saved_and_loaded_in_inference_mode(ranks, tmp_path, world):
     expected = ranks.run(world, saved_in_an_evaluation, tmp_path / "a", torch.no_grad)

@@ -279,6 +279,7 @@ def test_a_checkpoint_that_may_not_be_read_is_told_in_words(tmp_path, monkeypatc
         checkpoints.load(live, tmp_path / "step-00000000")
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_tensor_keep_it_alive():
     tensor = torch.tensor([1.0, 2.0])
     part = tensors.memory(tensor)[4:]

@@ -191,6 +191,7 @@ def test_states_are_shared_and_reset(ranks):
     assert ranks.run(2, states_are_shared_and_reset) == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "is_told"), [("SHARDED_STATE_DICT", True), ("FULL_STATE_DICT", False), (None, False)])
 def test_the_trainer_writes_no_sharded_model_and_that_is_told(clean_states, monkeypatch, kind, is_told):
     monkeypatch.setitem(sys.modules, "transformers.trainer", sys)
@@ -562,6 +563,7 @@ def trainers_files(folder, kind, is_new=False):
     return all(torch.equal(again[name], value) for name, value in expected.items())
 
 
+@pytest.mark.slow
 def test_the_trainers_files_of_a_model_and_an_optimizer_come_back(ranks, tmp_path):
     whole = tmp_path / "whole"  # state of full tensors, loaded into a new optimizer
     assert ranks.run(2, trainers_files, str(whole), "Adafactor", True) == [True, True]

@@ -156,6 +156,7 @@ def trained(settings: dict[str, Any], sizes: dict[str, int] | None, samples: int
 SHARED = {"shardkit": {"mesh": {"context_size": 2}}}
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("U1")
 @pytest.mark.parametrize(
     ("settings", "sizes", "world"),

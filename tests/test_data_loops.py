@@ -454,6 +454,7 @@ class KnowsItsEpoch(Numbers):
         return torch.tensor(self.epoch)
 
 
+@pytest.mark.slow
 def test_a_dataset_is_told_the_epoch_that_is_named():
     """As by Accelerate's loaders. Nothing else sets it: the script may count its epochs otherwise."""
     data = KnowsItsEpoch(4)
@@ -860,6 +861,7 @@ def gathered_by_another(samples: int) -> tuple[list[int], list[int], list[str]]:
     return seen.flatten().tolist(), nested.flatten().tolist(), lines
 
 
+@pytest.mark.slow
 def test_an_accelerator_gathers_what_loaders_of_another_yield(ranks):
     for samples in (7, 8, 9):
         for rank, (seen, nested, lines) in enumerate(ranks.run(2, gathered_by_another, samples)):

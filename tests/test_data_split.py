@@ -199,6 +199,7 @@ def train_a_model(strategy):
     return accelerator.counters.step, accelerator.counters.samples_seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [1, 3])
 def test_a_model_trains_on_parts_of_different_lengths(ranks, strategy):
     assert ranks.run(3, train_a_model, strategy) == [(6, 108)] * 3
@@ -360,6 +361,7 @@ def test_a_hugging_face_stream_that_an_earlier_run_left_begins_anew_in_every_epo
         next(iter(loader))
 
 
+@pytest.mark.slow
 @needs_datasets
 @pytest.mark.parametrize("inner", [1, 10])
 def test_a_loop_over_a_hugging_face_stream_goes_on_after_loops_inside_it(inner):

@@ -243,6 +243,7 @@ def rows() -> torch.Tensor:
     return torch.zeros(SAMPLES, WIDTH)
 
 
+@pytest.mark.slow
 def test_the_plan_splits_as_training_does():
     """By formula and simulated: a rank's parts, what it gathers, and the bytes of every collective."""
     tree = tree_of(Mixture())

@@ -240,6 +240,7 @@ def save_apart(root):
     return "saved"
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(36)
 def test_storage_that_is_not_shared_is_noticed(tmp_path):
     outcomes = forked.run(2, save_apart, tmp_path)

@@ -214,6 +214,7 @@ def by_the_model(kind: type[InitializesAll], has_config: bool) -> dict[str, Any]
     return values(unwrapped(parallel(model, config_for(2))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "has_config"), [(InitializesAll, False), (InitializesAll, True), (InitializesAtOnce, False)]
 )

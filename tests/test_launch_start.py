@@ -233,6 +233,7 @@ def test_a_signal_while_the_commands_of_a_pod_start_ends_them(monkeypatch):
     assert [process.returncode for process in started] == [-signal.SIGTERM] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ends", "code"), [("exit 3", 3), ("kill -9 $$", 137)])
 def test_the_machine_of_a_pod_that_failed_is_named_not_one_that_was_ended(ends, code):
     with pytest.raises(RankFailure, match=rf"machine 1 failed \(got exit code {code}\)") as failed:

@@ -52,6 +52,7 @@ def test_a_schedule_by_each_ranks_own_metric_is_noticed_once(ranks, strategy):
     assert of_rank_1 == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["alike", pytest.param("rounded", marks=pytest.mark.slow)])
 def test_nothing_is_said_of_equal_learning_rates(ranks, how):
     assert ranks.run(2, said_of_rates, 1, how) == [[], []]

@@ -168,6 +168,7 @@ def again() -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_model_prepared_again_is_looked_at_once(alone):
     assert len({*again()}) == 1
 

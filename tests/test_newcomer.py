@@ -165,6 +165,7 @@ def test_3_help_does_not_pile_up(folder, size):
             assert "Nothing is downloaded" not in terminal.text
 
 
+@pytest.mark.slow
 def test_3_a_letter_goes_round_the_options_that_begin_with_it(folder):
     assert talk(ENTER + "s" + "s" + ENTER + "3" + ENTER * 8) == 0
     assert saved(folder)["num_machines"] == 3, "several, then SLURM"

@@ -183,6 +183,7 @@ def changed_on_the_way(mode: str) -> bool:
     return results[0] == results[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_changes_between_steps_are_as_without(ranks, mode: str) -> None:
     assert ranks.run(2, changed_on_the_way, mode) == [True, True]

@@ -395,6 +395,7 @@ def norms(strategy: int, norm_type: float, with_plain: bool) -> tuple[float, flo
     return found.item(), expected.item(), difference, count, type(found).__name__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "norm_type", "with_plain", "world"),
     [(1, 2.0, False, 2), (1, 2.0, True, 4), (4, 2.0, True, 4), (5, float("inf"), True, 4), (2, 1.0, False, 2)],

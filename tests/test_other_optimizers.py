@@ -215,6 +215,7 @@ def trained_with_fused_kernels(kind: str, strategy: int) -> dict[str, torch.Tens
 FUSED: dict[str, Any] = {"SGD": {"momentum": 0.9, "weight_decay": 0.1}, "Adagrad": {}, "AdamW": {}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FUSED)
 def test_fused_kernels_of_an_optimizer_that_is_not_prepared(ranks, kind):
     (expected,) = ranks.run(1, trained_with_fused_kernels, kind, 3)

@@ -738,6 +738,7 @@ def starting_values(strategy: int, sync: bool) -> list[float]:
     return [*full, float(model.mine)]
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("A7")
 @pytest.mark.parametrize("strategy", [1, 3, 5])
 def test_every_rank_starts_from_rank_0(ranks, strategy):

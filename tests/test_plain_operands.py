@@ -407,6 +407,7 @@ def average_on_rank_0() -> str:
     return str(found.value)
 
 
+@pytest.mark.slow
 def test_an_average_of_the_main_process_alone_is_refused(ranks):
     text = ranks.run(2, average_on_rank_0)[0]
     assert text.startswith("plain.lerp_(sharded): rank 1 has not come after")

@@ -420,6 +420,7 @@ def test_a_model_of_one_layer_trains_its_norms():
     assert counted == of_transformer(facts, 1, 32, 4)
 
 
+@pytest.mark.slow
 def test_facts_are_those_of_the_model(tmp_path):
     with torch.device("meta"):
         model = built("llama", tmp_path)

@@ -922,6 +922,7 @@ def test_searches_name_what_is_configured(capsys, question, kind):
     assert "NO_SHARD" in data["finding"]["text"]
 
 
+@pytest.mark.slow
 def test_the_fewest_gpus_are_on_full_machines(capsys):
     asked = ("--model", "gpt:layers=32,hidden=4096,heads=32", "--batch-size", "1", "--device", "l4")
     asked = (*asked, "--find", "min-gpus")
@@ -1455,6 +1456,7 @@ def test_a_png_without_matplotlib_says_what_to_do(capsys, monkeypatch):
     assert "pip install matplotlib, or use .svg or .html" in err
 
 
+@pytest.mark.slow
 def test_the_closed_form_loads_no_torch():
     code = (
         "import sys; from shardkit.cli.main import run; "

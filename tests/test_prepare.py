@@ -433,6 +433,7 @@ def test_how_models_of_one_class_are_divided_is_said_once(ranks):
     assert len(first) == 1 and "no block class repeats in the model (Critic)" in first[0]
 
 
+@pytest.mark.slow
 def test_a_loader_made_in_each_round_is_dropped_with_its_data_and_has_an_order_of_its_own(alone, tmp_path):
     """As for the samples of a policy, or where the batch size grows."""
     project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)

@@ -238,6 +238,7 @@ def words(command: str) -> list[str]:
     return [example.get(word, word) for word in found if word not in {"...", "[ARGUMENTS]...", "[ARGUMENTS]"}]
 
 
+@pytest.mark.slow
 def test_every_command_in_the_docs_is_understood():
     found = [(page, command) for page, command in in_docs() if not re.match(r"shardkit [\d|]", command)]
     assert len(found) > 60

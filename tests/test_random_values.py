@@ -49,6 +49,7 @@ def drawn(strategy: int | None) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "strategy"), [(2, 1), (3, 2), (4, 4)])
 def test_drawn_values_are_those_of_one_process(ranks, world, strategy):
     expected = drawn(None)

@@ -46,6 +46,7 @@ def recomputed(strategy: int, wrap: str, **settings: Any) -> tuple[float, list[s
     return max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True)), names, runs[1] - runs[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "wrap"), [(1, "TRANSFORMER_BASED_WRAP"), (1, "NO_WRAP"), (2, "SIZE_BASED_WRAP"), (3, "NO_WRAP")]
 )
@@ -57,6 +58,7 @@ def test_recomputing_draws_the_same_dropout_and_keeps_names(ranks, strategy, wra
         assert more_runs == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "forwards"), [({"recompute": "operators"}, 1), ({"recompute_every": 2}, 1)])
 def test_modes_of_recomputing_give_the_same_gradients(ranks, settings, forwards):
     for difference, _, more_runs in ranks.run(2, recomputed_with, settings):

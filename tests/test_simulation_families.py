@@ -256,6 +256,7 @@ def test_frozen_blocks_below_the_first_trained_one_save_nothing():
     assert frozen_above(asked) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -216,6 +216,7 @@ def test_a_run_or_a_restart_by_torchrun_that_begins_again_beside_checkpoints_say
         accelerator.end_training()
 
 
+@pytest.mark.slow
 def test_after_the_end_of_its_last_run_ctrl_c_interrupts_a_script(tmp_path, monkeypatch):
     files.write(files.read_text("distributed_type: 'NO'\nuse_cpu: true\n").config, tmp_path / "resolved.yaml")
     monkeypatch.setenv(env.RESOLVED, str(tmp_path / "resolved.yaml"))

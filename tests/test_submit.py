@@ -692,6 +692,7 @@ def test_a_signal_before_the_program_has_begun_ends_it_too(tmp_path):
     assert running.returncode == -signal.SIGTERM & 0xFF
 
 
+@pytest.mark.slow
 def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path):
     Path("waits.sh").write_text("trap 'echo told; exit 75' TERM\necho ready\nwhile :; do sleep 0.05; done\n")
     code = "import sys; from shardkit.submit.sending import _code_of; sys.exit(_code_of(['bash', 'waits.sh']))"

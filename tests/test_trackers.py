@@ -449,6 +449,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_the_first_log(tmp_path):
     accelerator.end_training()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_tracked_is_said(tmp_path):
     with pytest.raises(UsageError) as caught:
         Accelerator(config=ALONE, log_with=["csv", "tensorbord", "aim", Mine, 3])

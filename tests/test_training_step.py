@@ -87,6 +87,7 @@ HYBRID = FULL | {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "world"),
     [
@@ -213,6 +214,7 @@ def fp16(config: dict, init_scale: float) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("A9")
 @pytest.mark.parametrize("config", BOTH)
 def test_fp16_skips_overflows_on_all_ranks_and_the_schedule_waits(ranks, config):

@@ -89,6 +89,7 @@ def test_on_a_cpu_it_offers_two_processes_and_fp32(folder, choice, precision):
     assert saved(folder)["mixed_precision"] == precision
 
 
+@pytest.mark.slow
 def test_gpus_without_bf16_get_fp16(folder):
     assert talk(ENTER * 7, OLD_GPUS) == 0
     assert saved(folder)["mixed_precision"] == "fp16"
@@ -160,6 +161,7 @@ def test_advanced_asks_for_offload_wrapping_prefetch_and_state_dict_type_by_name
     assert fsdp["fsdp_state_dict_type"] == "FULL_STATE_DICT"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "shown", "missing"),
     [
@@ -280,6 +282,7 @@ def test_the_page_shows_the_numbers_of_a_model_as_they_are_printed(folder, capsy
     assert not [text for number, text in rows if f"  {number}. {text}" not in shown]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "offloads", "said"),
     [(64, (False, True), "Optimizer state is in host memory: "), (112, (True, False), "CPU offload is on: ")],
@@ -473,6 +476,7 @@ shardkit:
 """
 
 
+@pytest.mark.slow
 def test_editing_keeps_comments_and_other_settings_shows_a_diff_and_leaves_a_backup(folder, capsys):
     (folder / "shardkit.yaml").write_text(OURS)
     assert talk(ENTER + "2" + ENTER + "s" + ENTER + "2" + ENTER + BACK + ENTER) == 0
@@ -626,6 +630,7 @@ def test_a_file_that_cannot_be_read_is_not_lost(folder, capsys):
     assert (folder / "shardkit.yaml").read_text() == "num_procesess: 8\n"
 
 
+@pytest.mark.slow
 def test_ctrl_c_writes_nothing_and_the_next_run_resumes(folder, capsys):
     assert talk(ENTER * 2 + "4" + ENTER + STOP) == 130
     captured = capsys.readouterr()
@@ -692,6 +697,7 @@ def test_a_dry_run_prints_the_file_and_writes_nothing(folder, capsys):
     assert "fsdp_sharding_strategy: FULL_SHARD" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_user_file_goes_to_the_user_folder_only_when_asked(folder):
     assert talk(ENTER * 7, user=True) == 0
     assert files.user_path().is_file()
